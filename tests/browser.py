@@ -3,28 +3,20 @@
 Playwright drives the Chromium of this machine; without either, who asks for one is skipped.
 """
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.waits import TooLateError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
-
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DESK, PHONE = (1200, 900), (375, 800)
 
 
 @contextmanager
-def browser() -> Iterator[Browser]:
+def browser():
     """A headless Chromium."""
     if CHROMIUM is None:
         pytest.skip("needs chromium: run make test-tools")
@@ -54,30 +46,24 @@ class Opened:
         unanswered: ``host:port`` of those.
     """
 
-    def __init__(
-        self,
-        launched: Browser,
-        address: str,
-        window: tuple[int, int] = DESK,
-        scheme: Any = "light",
-    ) -> None:
-        self.asked: set[str] = set()
-        self.errors: list[str] = []
-        self.unanswered: set[str] = set()
+    def __init__(self, launched, address, window=DESK, scheme="light"):
+        self.asked = set()
+        self.errors = []
+        self.unanswered = set()
         self._context = launched.new_context(
             color_scheme=scheme, viewport={"width": window[0], "height": window[1]}
         )
-        self.page: Page = self._context.new_page()
+        self.page = self._context.new_page()
         self.page.on("request", self._note_request)
         self.page.on("console", self._note_line)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(address)
 
-    def text(self) -> str:
+    def text(self):
         """What is to be read on it."""
         return self.page.locator("body").inner_text()
 
-    def shows(self, selector: str, text: str, seconds: float = 20.0) -> None:
+    def shows(self, selector, text, seconds=20.0):
         """Wait until one of some elements has a text.
 
         Raises:
@@ -92,19 +78,19 @@ class Opened:
             there = elements.all_inner_texts()
             raise TooLateError(f"{text!r} not within {seconds:g} s: {there}") from None
 
-    def spare_width(self) -> int:
+    def spare_width(self):
         """Pixels that it does not fill; below 0 it has to be scrolled sideways."""
         script = "document.documentElement.clientWidth - document.documentElement.scrollWidth"
         return int(self.page.evaluate(script))
 
-    def close(self) -> None:
+    def close(self):
         """Close it."""
         self._context.close()
 
-    def _note_request(self, request: Request) -> None:
+    def _note_request(self, request):
         self.asked.add(urlsplit(request.url).netloc)
 
-    def _note_line(self, line: ConsoleMessage) -> None:
+    def _note_line(self, line):
         if line.type not in {"error", "warning"}:
             return
         if "net::ERR_" in line.text:
@@ -114,7 +100,7 @@ class Opened:
 
 
 @contextmanager
-def opened(launched: Browser, address: str, **options: Any) -> Iterator[Opened]:
+def opened(launched, address, **options):
     """An open page, as `Opened` has it, until the end of the block."""
     page = Opened(launched, address, **options)
     try:

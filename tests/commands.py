@@ -1,18 +1,13 @@
 """Commands as users give them: one that runs to its end, and a reducer that serves meanwhile."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from reducer.cli import HTTP_READY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 REDUCER = (sys.executable, "-m", "reducer")
 # The only rank of a job, whose package is that of its own environment, and not of this checkout.
@@ -36,16 +31,14 @@ class Serving(NamedTuple):
     http: str
 
 
-def run_command(*argv: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_command(*argv, **options):
     """Run a command to its end, and return its exit code, whatever it is, and what it said."""
     command = list(map(str, argv))
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 @contextmanager
-def serving(
-    *arguments: object, command: Sequence[str] = REDUCER, **options: Any
-) -> Iterator[Serving]:
+def serving(*arguments, command=REDUCER, **options):
     """A reducer in an interpreter of its own, which is killed at the end."""
     with subprocess.Popen(
         [*command, "serve", "--bind", "tcp://127.0.0.1:0", *map(str, arguments)],
@@ -66,9 +59,7 @@ def serving(
             process.kill()
 
 
-def reduced_by(
-    *python: object, code: str = "", command: Sequence[object] = (), **options: Any
-) -> str:
+def reduced_by(*python, code="", command=(), **options):
     """Run an all-reduce of one rank, which runs `code` first, and return what the rank printed.
 
     Reducer and rank have the interpreter `python`; `command` starts another reducer.
@@ -82,7 +73,7 @@ def reduced_by(
     return done.stdout.strip()
 
 
-def free_ports(number: int) -> list[int]:
+def free_ports(number):
     """Ports of loopback that nobody has, each another one."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(number)]

@@ -1,7 +1,5 @@
 """Fixtures that several layers use: real pools, and jobs of real clients in this process."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import os
@@ -12,7 +10,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -29,13 +26,6 @@ from tests.verdicts import (  # noqa: F401 (hooks)
     pytest_terminal_summary,
 )
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from reducer.runtime.keyring import Keyring
-    from tests.extended import Row
-    from worker_client.client.client import Client
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
 settings.load_profile("untimed")
@@ -90,19 +80,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+def pytest_xdist_make_scheduler(config, log):
     """Keep each file's tests in one process of `pytest -n`, and in one all that make labs."""
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 (only with `-n`)
 
     class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
+        def _split_scope(self, nodeid):
             return "labs" if nodeid.startswith(LABS) else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Mark the extended tests, and begin with the files that take longest."""
     for item in items:
         row = row_of(item)
@@ -114,24 +104,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
 
 
-def place(item: pytest.Item) -> int:
+def place(item):
     """Return where a test's file stands among the longest, or behind them."""
     return next((at for at, file in enumerate(LONGEST) if item.nodeid.startswith(file)), 99)
 
 
-def row_of(item: pytest.Item) -> Row | None:
+def row_of(item):
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     rows = rows_of(item.nodeid.partition("::")[0])
     return next((row for row in rows if row.names(item.nodeid, parameters)), None)
 
 
 @functools.cache
-def rows_of(file: str) -> tuple[Row, ...]:
+def rows_of(file):
     """Return the rows of a file, and of the folders that it is in."""
     return tuple(row for row in ROWS if row.tests.startswith(file) or file.startswith(row.tests))
 
 
-def check_rows(items: list[pytest.Item]) -> None:
+def check_rows(items):
     """Refuse rows that have become wrong: a test was renamed, or became extended itself."""
     fast = [item.nodeid for item in items if not item.get_closest_marker("extended")]
     files = {item.nodeid.partition("::")[0] for item in items}
@@ -152,10 +142,10 @@ def check_rows(items: list[pytest.Item]) -> None:
 
 
 @contextmanager
-def local_pool(number: int, **options: str) -> Iterator[list[str]]:
+def local_pool(number, **options):
     """`reducer.local_pool` of forks, which start in a third of the time."""
 
-    def fork(command: list[str], *, text: bool, **streams: int | None) -> Forked:
+    def fork(command, *, text, **streams):
         assert text
         return Forked(command[1:], {**os.environ, **SETTINGS}, **streams)
 
@@ -170,7 +160,7 @@ def local_pool(number: int, **options: str) -> Iterator[list[str]]:
 
 
 @contextmanager
-def reducer_here(keys: Keyring | None = None, **settings: Any) -> Iterator[Server]:
+def reducer_here(keys=None, **settings):
     """A reducer in this process, with an address of its own unless it is told one."""
     server = Server(load(**{"bind": "tcp://127.0.0.1:0", **settings}), keys)
     server.start()
@@ -181,12 +171,12 @@ def reducer_here(keys: Keyring | None = None, **settings: Any) -> Iterator[Serve
 
 
 @contextmanager
-def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
+def joined(world_size, **arguments):
     """All ranks of one job as clients in this process, each with its own thread and sockets."""
     arguments.setdefault("job", "a job")
     with ExitStack() as stack, ThreadPoolExecutor(world_size) as pool:
 
-        def join(rank: int) -> Client:  # one that gets in leaves again, whatever others do
+        def join(rank):  # one that gets in leaves again, whatever others do
             return stack.enter_context(connect(rank=rank, world_size=world_size, **arguments))
 
         joined = list(pool.map(join, range(world_size)))
@@ -195,7 +185,7 @@ def joined(world_size: int, **arguments: Any) -> Iterator[list[Client]]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_client_is_left() -> Iterator[None]:
+def _no_client_is_left():
     """Find clients that were never shut down: they would meet the reducers of other tests."""
     yield
     left = [thread for thread in threading.enumerate() if thread.name == "worker-client"]
@@ -205,7 +195,7 @@ def _no_client_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_settings(monkeypatch):
     """Hide what the environment says, perhaps because a launcher started these tests."""
     for name in list(os.environ):
         if name.upper().startswith(PREFIXES) or name in NAMES:
@@ -213,11 +203,11 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_ipv6(monkeypatch):
     """Have this system make no sockets of IPv6, as Linux does with ``ipv6.disable=1``."""
     make = socket.socket
 
-    def refuse(family: int = socket.AF_INET, *arguments: int, **named: int) -> socket.socket:
+    def refuse(family=socket.AF_INET, *arguments, **named):
         if family == socket.AF_INET6:
             raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
         return make(family, *arguments, **named)
@@ -226,16 +216,16 @@ def without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def broken_pipes() -> Iterator[list[int]]:
+def broken_pipes():
     """The SIGPIPEs that have come: at its default action the first one ends a process."""
-    come: list[int] = []
+    come = []
     before = signal.signal(signal.SIGPIPE, lambda number, _: come.append(number))
     yield come
     signal.signal(signal.SIGPIPE, before)
 
 
 @pytest.fixture(scope="module", params=implementation.NAMES)
-def impl(request: pytest.FixtureRequest) -> Iterator[str]:
+def impl(request):
     """Make the test's workers and reducers plain, and then compiled ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDUCTION_IMPL", request.param)
@@ -243,27 +233,25 @@ def impl(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def servers(impl: str) -> Iterator[list[str]]:
+def servers(impl):
     """Two real reducer processes."""
     with local_pool(2) as addresses:
         yield addresses
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[list[str]]:
+def pool():
     """Two real reducer processes, of the usual implementation."""
     with local_pool(2) as addresses:
         yield addresses
 
 
 @pytest.fixture
-def job(
-    servers: list[str], request: pytest.FixtureRequest
-) -> Iterator[Callable[..., list[Client]]]:
+def job(servers, request):
     """Make jobs of real clients that share the module's pool."""
     with ExitStack() as stack:
 
-        def make(world_size: int, **arguments: Any) -> list[Client]:
+        def make(world_size, **arguments):
             arguments = {"servers": servers, "job": request.node.name[:100], **arguments}
             return stack.enter_context(joined(world_size, **arguments))
 

@@ -6,9 +6,7 @@ the extended ones when what they test changes. tests/conftest.py marks what a ro
 ``extended``; it refuses a row of a file that names no test, or whose fast tests are gone.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping  # noqa: TC003 (a field's type)
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -25,7 +23,7 @@ class Row(NamedTuple):
     instead: tuple[str, ...]
     where: Mapping[str, object] = {}
 
-    def names(self, nodeid: str, parameters: Mapping[str, object]) -> bool:
+    def names(self, nodeid, parameters):
         """Say whether a test with these parameters is one of them."""
         return nodeid.startswith(self.tests) and self.where.items() <= parameters.items()
 
@@ -64,7 +62,7 @@ PLAIN_ROWS = tuple(
 
 
 # By file and the fast test that stands for them ("" if none does): the extended tests.
-BY_FILE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+BY_FILE = {
     # -- long searches, and full products of cases
     "tests/engine/test_state_machine.py": {
         "TestTraining": ("TestLongTraining",),

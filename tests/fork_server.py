@@ -22,8 +22,6 @@ were imported before the fork, and the destructors of their C++ libraries, would
 of every rank, and `fresh` ranks alone see to them.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
@@ -37,7 +35,6 @@ import socket
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 PRELOAD = (
     *("numpy.random", "pytest", "torch.distributed", "torch._dynamo"),
@@ -46,9 +43,9 @@ PRELOAD = (
 ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
-def preload() -> None:
+def preload():
     """Import what takes ranks long to import, as far as it is installed."""
-    others: dict[str, ModuleType] = {}
+    others = {}
     atexit.register(spare, others)  # what is registered first is called last
     for name in PRELOAD:
         with contextlib.suppress(ModuleNotFoundError):
@@ -62,7 +59,7 @@ def preload() -> None:
         libc.on_exit(libc._exit, None)  # with the exit code; what is registered later comes first
 
 
-def spare(modules: dict[str, ModuleType]) -> None:
+def spare(modules):
     """Keep modules from being finalized: this interpreter no longer knows them, nor frees them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
     for name, module in modules.items():
@@ -70,9 +67,9 @@ def spare(modules: dict[str, ModuleType]) -> None:
             del sys.modules[name]
 
 
-def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def serve(control):
     """Answer requests; return in every rank, with its request and its standard streams."""
-    codes: dict[int, int | None] = {}  # how each rank has ended
+    codes = {}  # how each rank has ended
     while True:
         message, streams, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not message:
@@ -98,7 +95,7 @@ def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
         control.send(json.dumps([number, answer]).encode())
 
 
-def settle(request: dict[str, Any], streams: list[int]) -> None:
+def settle(request, streams):
     """Make this fork what a new interpreter would be: streams, environment, signals, dice."""
     for standard, stream in enumerate(streams):
         os.dup2(stream, standard)
@@ -117,7 +114,7 @@ def settle(request: dict[str, Any], streams: list[int]) -> None:
     sys.modules["numpy"].random.seed()  # Python's own dice do so after a fork
 
 
-def run(what: str, *arguments: str) -> dict[str, Any]:
+def run(what, *arguments):
     """Run a command line of `python` as the main module, and return what it has defined."""
     if what == "-m":
         module, *rest = arguments

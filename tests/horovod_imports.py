@@ -1,7 +1,5 @@
 """The command of docs/horovod.md that changes the imports of a script for Horovod."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[1] / "docs/horovod.md"
 
 
-def changed(script: str, folder: Path) -> str:
+def changed(script, folder):
     """Run the command in a folder, and return what it makes of a script."""
     (command,) = re.findall(r"    (sed -Ei [^`]*?train\.py)\n", PAGE.read_text())
     path = folder / "train.py"

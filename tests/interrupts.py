@@ -1,11 +1,8 @@
 """Interrupts at any line of the worker's code, as a signal handler that raises makes them."""
 
-from __future__ import annotations
-
 import linecache
 import sys
 from pathlib import Path
-from typing import Any
 
 import worker_client
 
@@ -14,7 +11,7 @@ class BoomError(Exception):
     """What a signal handler raises."""
 
 
-def boom_at(line: int, *, after: str, never_in: str) -> Any:
+def boom_at(line, *, after, never_in):
     """Return what raises BoomError, as a trace function, at a line of the worker's code.
 
     Args:
@@ -24,9 +21,9 @@ def boom_at(line: int, *, after: str, never_in: str) -> Any:
     """
     folder = str(Path(worker_client.__file__).parent)
     lines = -1
-    entered: set[tuple[Any, int]] = set()
+    entered = set()
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
+    def trace(frame, event, _):
         nonlocal lines
         code = frame.f_code
         if not code.co_filename.startswith(folder) or code.co_name == never_in:

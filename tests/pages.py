@@ -8,8 +8,6 @@
 Torchrun's own ranks import torch anew, each for seconds; those of the stand-in are forked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -19,14 +17,11 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tests.commands import free_ports
 from tests.ranks import environments, ranks
 from tests.waits import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[1]
 START_S = 60.0
@@ -48,7 +43,7 @@ class Asked(NamedTuple):
     arguments: list[str]
 
 
-def blocks(page: str, language: str, section: str = "") -> list[str]:
+def blocks(page, language, section=""):
     """Return the code blocks of a language on a page, or in the section with this title."""
     text = (ROOT / page).read_text()
     if section:
@@ -56,7 +51,7 @@ def blocks(page: str, language: str, section: str = "") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def on_free_ports(script: str) -> str:
+def on_free_ports(script):
     """Return a script with ports that nobody has in place of the page's, which somebody may."""
     named = sorted(set(PORTS.findall(script)))
     ports = dict(zip(named, free_ports(len(named)), strict=True))
@@ -64,9 +59,7 @@ def on_free_ports(script: str) -> str:
 
 
 @contextmanager
-def shell(
-    script: str, *, path: Path | None = None, **environment: str
-) -> Iterator[subprocess.Popen[str]]:
+def shell(script, *, path=None, **environment):
     """A shell that runs a script in the checkout, with the commands of this installation.
 
     Args:
@@ -98,7 +91,7 @@ def shell(
                 os.killpg(running.pid, signal.SIGKILL)
 
 
-def finish(running: subprocess.Popen[str]) -> str:
+def finish(running):
     """Wait for a shell's end, and return what it said; it has succeeded and left no process."""
     said, _ = running.communicate(timeout=END_S)
     assert running.returncode == 0, said
@@ -109,7 +102,7 @@ def finish(running: subprocess.Popen[str]) -> str:
     raise AssertionError(f"a process is left of: {said}")
 
 
-def stand_in_for_torchrun(folder: Path) -> None:
+def stand_in_for_torchrun(folder):
     """Put a `torchrun` into a folder whose calls `answer_torchrun` answers."""
     for fifo in ("asked", "answered"):
         os.mkfifo(folder / fifo)
@@ -117,7 +110,7 @@ def stand_in_for_torchrun(folder: Path) -> None:
     (folder / "torchrun").chmod(0o755)
 
 
-def answer_torchrun(folder: Path) -> Asked:
+def answer_torchrun(folder):
     """Answer a call of the stand-in in a folder with what ranks say that are forked."""
     *settings, line = (folder / "asked").read_text().removesuffix("\n").split("\n")
     asked = Asked(dict(one.split("=", 1) for one in settings), line.split())
@@ -130,11 +123,11 @@ def answer_torchrun(folder: Path) -> Asked:
     return asked
 
 
-def wait_for(server: str) -> None:
+def wait_for(server):
     """Wait for a reducer that has just been started, as torchrun does by starting slowly."""
     host, _, port = server.rpartition(":")
 
-    def listens() -> bool:
+    def listens():
         with socket.socket() as probe:
             return probe.connect_ex((host, int(port))) == 0
 

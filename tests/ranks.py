@@ -9,8 +9,6 @@ it writes. It can be killed, stopped and interrupted, and its exit code is real.
 interpreter for it instead: for a launcher, and where it matters what a rank imports.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -30,13 +28,9 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import IO, TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 ROOT = Path(__file__).parents[1]
 RESULT = "RANK_RESULT"  # names the file for a rank's result
@@ -49,9 +43,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 SETTINGS = {**ONE_THREAD, "PYTHONFAULTHANDLER": "1", "PYTHONPATH": str(ROOT)}
 
 
-def environments(
-    world_size: int, servers: Sequence[str] = (), **settings: str
-) -> list[dict[str, str]]:
+def environments(world_size, servers=(), **settings):
     """Return the environment of every rank as a launcher sets it on this machine, and settings.
 
     Where there are servers, the job has a name of its own: ranks without a process group need one.
@@ -73,21 +65,21 @@ def environments(
     return [{**shared, "RANK": str(rank)} for rank in range(world_size)]
 
 
-def _job() -> str:
+def _job():
     return f"test-{secrets.token_hex(4)}"
 
 
-def _is_setting(name: str) -> bool:
+def _is_setting(name):
     """Whether this tells a job what to do that the test does not know of."""
     return name.startswith("REDUCTION_") and name != "REDUCTION_IMPL"
 
 
-def write_result(result: Any) -> None:
+def write_result(result):
     """Write this rank's result, for `Ranks.results`; a later one replaces it."""
     Path(os.environ[RESULT]).write_text(json.dumps(result))
 
 
-def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+def refusal(call, *arguments, **named):
     """What is said where a call is refused, as a part of a rank's result."""
     try:
         return f"refused nothing: {call(*arguments, **named)}"
@@ -95,7 +87,7 @@ def refusal(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
         return str(error)
 
 
-def case_names(module: str) -> list[str]:
+def case_names(module):
     """Return the names of a module's functions ``case_...``, unimported, as that may take long."""
     path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
     return re.findall(r"^def (case_\w+)", path.read_text(), re.MULTILINE)
@@ -113,21 +105,21 @@ class Rank:
     last: signal.Signals
 
     @property
-    def out(self) -> str:
+    def out(self):
         """What it has written to standard output, if the test does not read that from a pipe."""
         return Path(f"{self.stem}.out").read_text()
 
     @property
-    def err(self) -> str:
+    def err(self):
         """What it has written to standard error."""
         return Path(f"{self.stem}.err").read_text()
 
     @property
-    def result(self) -> Any:
+    def result(self):
         """What it has given to `write_result`."""
         return json.loads(Path(f"{self.stem}.json").read_text())
 
-    def stop(self) -> None:
+    def stop(self):
         """Ask the process to end, if it has not, and wait for a while."""
         self.send_signal(self.last)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -137,7 +129,7 @@ class Rank:
 class Ranks(list[Rank]):
     """All ranks of a job, in order."""
 
-    def finish(self, timeout_s: float = PATIENCE_S, killed: Collection[int] = ()) -> None:
+    def finish(self, timeout_s=PATIENCE_S, killed=()):
         """Wait until all ranks have ended well; if one does not, raise what all have written.
 
         Args:
@@ -153,27 +145,27 @@ class Ranks(list[Rank]):
         if codes != right:
             raise AssertionError(self._report())
 
-    def results(self, timeout_s: float = PATIENCE_S, killed: Collection[int] = ()) -> list[Any]:
+    def results(self, timeout_s=PATIENCE_S, killed=()):
         """Return the results of all ranks that were not killed; see `finish`."""
         self.finish(timeout_s, killed)
         return [rank.result for at, rank in enumerate(self) if at not in killed]
 
-    def outputs(self, timeout_s: float = PATIENCE_S) -> list[str]:
+    def outputs(self, timeout_s=PATIENCE_S):
         """Return what each rank has written to standard output; see `finish`."""
         self.finish(timeout_s)
         return [rank.out for rank in self]
 
-    def kill(self) -> None:
+    def kill(self):
         """End all ranks, and what they have started, now."""
         for rank in self:
             if isinstance(rank, Fresh):
                 rank.stop()
             end(rank)
 
-    def _codes(self) -> list[int | None]:
+    def _codes(self):
         return [rank.poll() for rank in self]
 
-    def _report(self) -> str:
+    def _report(self):
         """Say how all ranks have ended, or where they are."""
         codes = self._codes()
         for rank in self:
@@ -186,12 +178,7 @@ class Ranks(list[Rank]):
 
 
 @contextmanager
-def ranks(
-    environments: Sequence[Mapping[str, str]],
-    *command: str | Path,
-    talk: bool = False,
-    fresh: bool = False,
-) -> Iterator[Ranks]:
+def ranks(environments, *command, talk=False, fresh=False):
     """Run a command of Python's at every rank, and kill the ranks that still run at the end.
 
     Args:
@@ -215,9 +202,7 @@ def ranks(
         yield started
 
 
-def run(
-    environments: Sequence[Mapping[str, str]], *command: str | Path, timeout_s: float = PATIENCE_S
-) -> list[Any]:
+def run(environments, *command, timeout_s=PATIENCE_S):
     """Run a command at every rank, and return the results of all."""
     with ranks(environments, *command) as job:
         return job.results(timeout_s)
@@ -228,9 +213,7 @@ class Fresh(subprocess.Popen, Rank):
 
     last = signal.SIGTERM  # a launcher ends its ranks
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], *streams: IO[Any] | int
-    ) -> None:
+    def __init__(self, command, environment, *streams):
         stdin, stdout, stderr = streams
         super().__init__(
             [sys.executable, *command],
@@ -262,17 +245,10 @@ class Forked(Rank):
 
     last = signal.SIGABRT  # it says where all its threads are
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        stdin: IO[Any] | int | None = None,
-        stdout: IO[Any] | int | None = None,
-        stderr: IO[Any] | int | None = None,
-    ) -> None:
-        self.returncode: int | None = None
-        self.stdin: IO[str] | None = None
-        self.stdout: IO[str] | None = None
+    def __init__(self, command, environment, stdin=None, stdout=None, stderr=None):
+        self.returncode = None
+        self.stdin = None
+        self.stdout = None
         with ExitStack() as theirs:
             if stdin == PIPE:
                 reads, writes = os.pipe()
@@ -285,18 +261,18 @@ class Forked(Rank):
                 standard if stream is None else nothing if stream == DEVNULL else stream
                 for standard, stream in enumerate((stdin, stdout, stderr))
             ]
-            self.pid: int = fork_server().ask(
+            self.pid = fork_server().ask(
                 {"command": command, "environment": environment, "folder": str(Path.cwd())},
                 [stream if isinstance(stream, int) else stream.fileno() for stream in streams],
             )
 
-    def poll(self) -> int | None:
+    def poll(self):
         """Return the exit code; None while the process runs."""
         if self.returncode is None:
             self.returncode = fork_server().ask(self.pid)
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         """Wait for the end and return the exit code."""
         until = math.inf if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -305,16 +281,16 @@ class Forked(Rank):
             time.sleep(POLL_S)
         return code
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal, if the process has not ended."""
         if self.poll() is None:  # until it is polled, nobody else gets its number
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
+    def terminate(self):
         """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
-    def kill(self) -> None:
+    def kill(self):
         """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
@@ -331,27 +307,18 @@ class Loopback:
     address = "127.0.0.1"
     mbit = None
 
-    def __init__(self, hosts: int) -> None:
+    def __init__(self, hosts):
         self.hosts = [self] * hosts
-        self._started: list[Forked] = []
+        self._started = []
 
-    def __enter__(self) -> Loopback:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for process in self._started:
             end(process)
 
-    def start(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        stdout: IO[Any] | int | None = None,
-        stderr: IO[Any] | int | None = None,
-        *,
-        stdin: IO[Any] | int | None = DEVNULL,
-        cwd: Path = ROOT,
-    ) -> Forked:
+    def start(self, argv, env=None, stdout=None, stderr=None, *, stdin=DEVNULL, cwd=ROOT):
         """Start a Python process of this checkout, as `lab.Host.start` does."""
         assert (argv[0], cwd) == (sys.executable, ROOT)
         environment = {**os.environ, **SETTINGS, **(env or {})}
@@ -362,7 +329,7 @@ class Loopback:
 class ForkServer:
     """The process that forks ranks: one for all tests of this process, from the first one on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock = Lock()
         self._numbers = itertools.count()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -378,7 +345,7 @@ class ForkServer:
             )
         atexit.register(self._stop)
 
-    def ask(self, request: dict[str, Any] | int, streams: Sequence[int] = ()) -> Any:
+    def ask(self, request, streams=()):
         """Send a request, and return the answer."""
         with self._lock:
             number = next(self._numbers)
@@ -391,18 +358,18 @@ class ForkServer:
         fork_server.cache_clear()
         raise RuntimeError(f"the fork server has ended with code {self.process.wait()}")
 
-    def _stop(self) -> None:
+    def _stop(self):
         self._control.close()
         self.process.wait()
 
 
 @functools.cache
-def fork_server() -> ForkServer:
+def fork_server():
     """Return this process's fork server, which is started by the first call."""
     return ForkServer()
 
 
-def end(process: Fresh | Forked) -> None:
+def end(process):
     """Kill a process and what it has started, and close its pipes."""
     if isinstance(process, Forked):
         process.kill()  # the fork server sees to what it has started

@@ -1,7 +1,5 @@
 """`.ci/run`: which tests a change demands, and what it prints last."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +16,7 @@ DEMANDS = ROOT / ".ci" / "demands.py"
 MODULE = runpy.run_path(str(DEMANDS))
 
 
-def demanded(*paths: str) -> list[str]:
+def demanded(*paths):
     done = subprocess.run(
         [sys.executable, str(DEMANDS)],
         input="\n".join(paths),
@@ -62,7 +59,7 @@ FUZZED = ["sanitize SANITIZE=--short", "fuzz FUZZ_SECONDS=5"]
         ),
     ],
 )
-def test_what_a_change_demands(path: str, lines: list[str], left_out: list[str]) -> None:
+def test_what_a_change_demands(path, lines, left_out):
     found = demanded(path)
     made = [line for line in found if not line.startswith("left out: ")]
     said = [line for line in found if line.startswith("left out: ")]
@@ -74,14 +71,14 @@ def test_what_a_change_demands(path: str, lines: list[str], left_out: list[str])
         assert not said
 
 
-def test_everything_fits_into_the_budget() -> None:
+def test_everything_fits_into_the_budget():
     rows = MODULE["REPRESENTATIVES"].values()
     assert MODULE["BASE_S"] + sum(row.seconds for row in rows) <= MODULE["BUDGET_S"] == 25 * 60
     assert all(bool(row.line) == bool(row.seconds) for row in rows)
 
 
 @pytest.mark.parametrize("arguments", [["--since", "no-such-commit"], ["--all"]])
-def test_what_it_cannot_understand_runs_nothing(arguments: list[str]) -> None:
+def test_what_it_cannot_understand_runs_nothing(arguments):
     command = ["bash", str(ROOT / ".ci" / "run"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
@@ -89,7 +86,7 @@ def test_what_it_cannot_understand_runs_nothing(arguments: list[str]) -> None:
     assert "make" not in done.stdout
 
 
-def test_what_failed_and_the_closing_lines_are_printed_last(tmp_path: Path) -> None:
+def test_what_failed_and_the_closing_lines_are_printed_last(tmp_path):
     """Of `make`, which is a stand-in here, the first pytest run fails and the second does not."""
     (tmp_path / "make").write_text(
         "#!/bin/sh\n"
@@ -137,9 +134,7 @@ RAN = "make: *** [Makefile:55: test] Error 1\n"
 LATE = "eventually(lambda: not first, 0.01)"
 
 
-def look_again(
-    folder: Path, body: str, name: str = "tests/test_once.py", files: int = 1, log: str = RAN
-) -> tuple[int, int, str]:
+def look_again(folder, body, name="tests/test_once.py", files=1, log=RAN):
     """Fail with pytest itself, look again; return the status, the runs in all, and the list."""
     (folder / ".ci").mkdir()
     (folder / ".ci" / "second_look.py").write_text((ROOT / ".ci" / "second_look.py").read_text())
@@ -151,7 +146,7 @@ def look_again(
     environment = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
     environment["PYTHONPATH"] = str(ROOT)
 
-    def run(*command: str) -> int:
+    def run(*command):
         words = [sys.executable, *command]
         return subprocess.run(words, cwd=folder, env=environment, check=False).returncode
 
@@ -187,14 +182,14 @@ def look_again(
         "late again",
     ],
 )
-def test_what_fails_at_once(body: str, others: dict[str, Any], tmp_path: Path) -> None:
+def test_what_fails_at_once(body, others, tmp_path):
     status, runs, kept = look_again(tmp_path, body, **others)
     assert status == 1
     assert not kept
     assert runs <= 3 if "skip" in body or "xx" in body else runs == others.get("files", 1)
 
 
-def test_a_limit_of_time_has_a_second_look_and_a_place_in_the_list(tmp_path: Path) -> None:
+def test_a_limit_of_time_has_a_second_look_and_a_place_in_the_list(tmp_path):
     status, runs, kept = look_again(tmp_path, LATE)
     assert (status, runs) == (0, 4)
     (line,) = kept.splitlines()
@@ -202,9 +197,7 @@ def test_a_limit_of_time_has_a_second_look_and_a_place_in_the_list(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("days", "status"), [((1, 29), 1), ((1, 31), 0), ((), 0)])
-def test_the_third_time_in_30_days_is_a_failure(
-    days: tuple[int, ...], status: int, tmp_path: Path
-) -> None:
+def test_the_third_time_in_30_days_is_a_failure(days, status, tmp_path):
     note = runpy.run_path(str(ROOT / ".ci" / "second_look.py"))["note"]
     list_ = note.__globals__["LIST"] = tmp_path / "unsteady.txt"
     today = datetime.date(2026, 11, 29)
@@ -217,9 +210,7 @@ def test_the_third_time_in_30_days_is_a_failure(
 
 
 @pytest.mark.parametrize("required", ["", "1"])
-def test_a_skip_for_want_of_a_tool_is_a_failure_where_tools_are_installed(
-    required: str, tmp_path: Path
-) -> None:
+def test_a_skip_for_want_of_a_tool_is_a_failure_where_tools_are_installed(required, tmp_path):
     (tmp_path / "test_skips.py").write_text(
         "import pytest\n"
         "def test_a(): pytest.skip('needs `iperf3`: make test-tools')\n"
@@ -234,10 +225,10 @@ def test_a_skip_for_want_of_a_tool_is_a_failure_where_tools_are_installed(
     assert ("1 failed, 1 skipped" if required else "2 skipped") in done.stdout
 
 
-def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path: Path) -> None:
+def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path):
     """In a repository of its own, with a stand-in for `make`."""
 
-    def git(*arguments: str) -> str:
+    def git(*arguments):
         command = ["git", "-C", str(tmp_path), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -255,7 +246,7 @@ def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path: Pa
     (tmp_path / "bin" / "make").chmod(0o755)
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
 
-    def run(*arguments: str) -> str:
+    def run(*arguments):
         command = ["bash", str(tmp_path / ".ci" / "run"), *arguments]
         environment = {**os.environ, "PATH": path}
         return subprocess.run(
@@ -278,7 +269,7 @@ def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path: Pa
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's list of files")
-def test_every_row_is_of_something() -> None:
+def test_every_row_is_of_something():
     found = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )

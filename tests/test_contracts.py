@@ -1,7 +1,5 @@
 """The house rules that a machine can check: who may import what, who reads the environment."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -54,7 +52,7 @@ LINTED = {
 }
 
 
-def imported(path: Path) -> set[str]:
+def imported(path):
     """Top-level names of everything that a module imports, wherever in it."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -67,13 +65,13 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_import_contracts() -> None:
+def test_import_contracts():
     command = [str(Path(sys.executable).with_name("lint-imports"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
-def graph_of_imports() -> dict[str, set[str]]:
+def graph_of_imports():
     """Every module of the project, and those that it imports, if only for their types."""
     folders = (*PACKAGES, "bench", "docs", "fuzz", "lab", "tests")
     files = {
@@ -94,11 +92,11 @@ def graph_of_imports() -> dict[str, set[str]]:
     return graph
 
 
-def test_no_imports_go_in_a_circle() -> None:
+def test_no_imports_go_in_a_circle():
     TopologicalSorter(graph_of_imports()).prepare()  # raises CycleError, which names the circle
 
 
-def unsafe(source: str) -> set[str]:
+def unsafe(source):
     """What a module uses that may run what it reads."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -124,7 +122,7 @@ def unsafe(source: str) -> set[str]:
     return found
 
 
-def test_no_code_is_read_from_data() -> None:
+def test_no_code_is_read_from_data():
     found = {path: unsafe(path.read_text()) for path in SOURCES}
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -141,11 +139,11 @@ def test_no_code_is_read_from_data() -> None:
         "from torch.distributed import broadcast_object_list as b\ndist.broadcast_object_list([])",
     ],
 )
-def test_such_code_is_found(source: str) -> None:
+def test_such_code_is_found(source):
     assert unsafe(source)
 
 
-def test_the_linter_finds_such_code_too() -> None:
+def test_the_linter_finds_such_code_too():
     ruff = str(Path(sys.executable).with_name("ruff"))
     command = [ruff, "check", "--output-format", "concise", "--stdin-filename", "reducer/x.py", "-"]
     source = "\n".join(LINTED.values())
@@ -155,17 +153,17 @@ def test_the_linter_finds_such_code_too() -> None:
     assert not [rule for rule in LINTED if f" {rule} " not in done.stdout]
 
 
-def reads_the_environment(path: Path) -> bool:
+def reads_the_environment(path):
     # Handing all of it on to a child process is the launcher's business.
     text = path.read_text().replace("os.environ.items()", "")
     return bool(re.search(r"\benviron\b|\bgetenv|\benvironb\b", text))
 
 
-def test_the_environment_is_read_in_the_config_modules_alone() -> None:
+def test_the_environment_is_read_in_the_config_modules_alone():
     assert {path.name for path in SOURCES if reads_the_environment(path)} == {"config.py"}
 
 
-def test_the_protocol_needs_the_standard_library_alone() -> None:
+def test_the_protocol_needs_the_standard_library_alone():
     home = ROOT / "reducer"
     files = [home / f"{name}.py" for name in ("errors", "failpoints/__init__", "keyfiles", "units")]
     for path in [*files, *sorted((home / "wire").rglob("*.py")), *(home / "zmtp").glob("*.py")]:
@@ -176,7 +174,7 @@ def test_the_protocol_needs_the_standard_library_alone() -> None:
             ), f"{path.name} imports {module}"
 
 
-def test_compiled_modules_keep_to_their_floor() -> None:
+def test_compiled_modules_keep_to_their_floor():
     assert COMPILED
     for path in COMPILED:
         text = path.read_text()
@@ -192,13 +190,13 @@ def test_compiled_modules_keep_to_their_floor() -> None:
         assert "getenv" not in text, path
 
 
-def test_importing_the_client_loads_nothing_heavy() -> None:
+def test_importing_the_client_loads_nothing_heavy():
     code = "import sys, worker_client; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {name.partition(".")[0] for name in done.stdout.split()} & HEAVY
 
 
-def test_using_a_client_needs_no_framework() -> None:
+def test_using_a_client_needs_no_framework():
     code = (
         "import sys, numpy; from reducer import local_pool; from worker_client import init\n"
         "with local_pool(1) as servers, init(servers=servers, rank=0, world_size=1) as client:\n"

@@ -1,7 +1,5 @@
 """What `docs/generate.py` makes is up to date; what pages say of settings and options is true."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
@@ -45,11 +43,11 @@ PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_what_the_generator_makes(name: str) -> None:
+def test_a_page_is_what_the_generator_makes(name):
     assert (DOCS / name).read_text() == PAGES[name](), "run: .venv/bin/python docs/generate.py"
 
 
-def test_claimed_versions_were_tried_and_no_test_failed() -> None:
+def test_claimed_versions_were_tried_and_no_test_failed():
     results = json.loads((DOCS / "compatibility.json").read_text())
     assert tuple(results) == ROWS, "run: make test-versions"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -62,7 +60,7 @@ def test_claimed_versions_were_tried_and_no_test_failed() -> None:
     assert results["3.11 oldest"]["torch"].startswith(f"{oldest}.")
 
 
-def test_the_settings_tables_are_complete() -> None:
+def test_the_settings_tables_are_complete():
     workers, reducers = (DOCS / "settings.md").read_text().split("\n## ")[1:]
     arguments = set(InitSettings.__annotations__) - {"rank", "world_size"}
     for text, config, given in (
@@ -78,14 +76,14 @@ def test_the_settings_tables_are_complete() -> None:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_settings_that_a_page_names_exist(page: str) -> None:
+def test_settings_that_a_page_names_exist(page):
     settings = {f"REDUCTION_{name.upper()}" for name in WorkerConfig.model_fields}
     settings |= {f"REDUCTION_{name.upper()}" for name in ReducerConfig.model_fields}
     assert set(re.findall(r"\bREDUCTION_[A-Z_]*[A-Z]", TEXTS[page])) <= settings | OF_THE_BUILD
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_commands_in_code_are_understood(page: str) -> None:
+def test_commands_in_code_are_understood(page):
     """None is run here."""
     code = CODE.findall(TEXTS[page].replace("\\\n", " "))
     for program, rest in SHOWN.findall("".join(fenced + indented for fenced, indented in code)):
@@ -94,7 +92,7 @@ def test_commands_in_code_are_understood(page: str) -> None:
             COMMANDS[program][verb].make_context(verb, arguments)
 
 
-def test_options_that_pages_name_exist() -> None:
+def test_options_that_pages_name_exist():
     commands = {
         (program, verb): {option for one in command.params for option in one.opts}
         for program, verbs in COMMANDS.items()
@@ -110,7 +108,7 @@ def test_options_that_pages_name_exist() -> None:
     assert [one for one in named if one[2] not in commands.get(one[:2], ())] == []
 
 
-def test_defaults_that_pages_repeat_in_brackets_are_the_settings() -> None:
+def test_defaults_that_pages_repeat_in_brackets_are_the_settings():
     checked = set()
     for page, text in TEXTS.items():
         for option, number, unit in re.findall(r"`--([a-z-]+)` \(([\d.]+)( s| GiB|)\)", text):
@@ -137,8 +135,6 @@ def test_defaults_that_pages_repeat_in_brackets_are_the_settings() -> None:
         ),
     ],
 )
-def test_a_default_that_a_page_repeats_is_the_setting(
-    page: str, sentence: str, setting: str
-) -> None:
+def test_a_default_that_a_page_repeats_is_the_setting(page, sentence, setting):
     (repeated,) = re.findall(sentence, TEXTS[page])
     assert float(repeated) == WorkerConfig.model_fields[setting].default

@@ -1,12 +1,9 @@
 """Files about the project: its metadata, how to cite it, and what people are asked for."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -33,7 +30,7 @@ OURS = PYPROJECT["project"]
 MINORS = [int(minor) for minor in re.findall(r":: 3\.(\d+)$", "\n".join(OURS["classifiers"]), re.M)]
 
 
-def stated(file: str, words: str) -> str:
+def stated(file, words):
     """Return the only thing that a file says in these words."""
     (found,) = re.findall(words, (ROOT / file).read_text(), re.MULTILINE)
     return found
@@ -57,11 +54,11 @@ CLUSTER = stated("docker/kubernetes/pool/kustomization.yaml", r"^namespace: (.*)
 BUCKET_MB = stated("worker_client/ddp.py", r"^DEFAULT_BUCKET_CAP_MB = (\d+)")
 
 
-def read(path: Path) -> Any:
+def read(path):
     return yaml.safe_load(path.read_text())
 
 
-def test_the_version_is_typed_in_one_place() -> None:
+def test_the_version_is_typed_in_one_place():
     assert "version" in OURS["dynamic"]
     source = {"version": {"attr": "reducer.__version__"}}
     assert PYPROJECT["tool"]["setuptools"]["dynamic"] == source
@@ -72,7 +69,7 @@ def test_the_version_is_typed_in_one_place() -> None:
     assert stale == [], "run: .venv/bin/python docker/write_version.py"
 
 
-def test_a_new_version_reaches_every_file_that_names_one() -> None:
+def test_a_new_version_reaches_every_file_that_names_one():
     found = VERSIONS["rewritten"]("9.8.7rc1")
     named = {str(path.relative_to(ROOT)) for path in found}
     assert {"CITATION.cff", "docs/deployment.md", "docker/worker.Dockerfile"} <= named
@@ -86,7 +83,7 @@ def test_a_new_version_reaches_every_file_that_names_one() -> None:
     assert (chart["version"], chart["appVersion"]) == ("9.8.7-rc1", "9.8.7rc1")
 
 
-def test_classifiers_name_what_runs_it() -> None:
+def test_classifiers_name_what_runs_it():
     classifiers = OURS["classifiers"]
     least = re.fullmatch(r">=3\.(\d+)", OURS["requires-python"])
     assert least
@@ -96,12 +93,12 @@ def test_classifiers_name_what_runs_it() -> None:
         assert (ROOT / package / "py.typed").is_file()
 
 
-def test_what_older_pythons_need_is_asked_for_there_alone() -> None:
+def test_what_older_pythons_need_is_asked_for_there_alone():
     (tomli,) = (text for text in OURS["dependencies"] if text.startswith("tomli"))
     assert re.fullmatch(r"""tomli>=2; python_version < ["']3\.11["']""", tomli)
 
 
-def test_it_is_cited_by_version_and_license() -> None:
+def test_it_is_cited_by_version_and_license():
     found = read(ROOT / "CITATION.cff")
     assert (found["version"], found["license"]) == (reducer.__version__, OURS["license"])
 
@@ -224,7 +221,7 @@ REPEATED = (
 
 
 @pytest.mark.parametrize(("files", "words", "said"), REPEATED)
-def test_what_files_repeat_is_so(files: str, words: str, said: object) -> None:
+def test_what_files_repeat_is_so(files, words, said):
     for pattern in files.split():
         found = [
             (str(path.relative_to(ROOT)), match[match.lastindex])
@@ -235,7 +232,7 @@ def test_what_files_repeat_is_so(files: str, words: str, said: object) -> None:
         assert [one for one in found if one[1] != str(said)] == []
 
 
-def test_a_release_is_built_by_the_versions_of_constraints() -> None:
+def test_a_release_is_built_by_the_versions_of_constraints():
     """Of what both pin: only a release needs auditwheel."""
     built_by, installed = (
         {
@@ -250,7 +247,7 @@ def test_a_release_is_built_by_the_versions_of_constraints() -> None:
     }
 
 
-def test_alerts_fire_when_the_page_says() -> None:
+def test_alerts_fire_when_the_page_says():
     page_says = (ROOT / "docs/observing.md").read_text()
     rules = [
         rule
@@ -268,7 +265,7 @@ def test_alerts_fire_when_the_page_says() -> None:
         assert limit == "0" or f"more than {share} " in when, rule
 
 
-def test_the_workflow_runs_what_is_here() -> None:
+def test_the_workflow_runs_what_is_here():
     """On every Python that `make` takes, with the least rights, by actions of a major version."""
     (path,) = (GITHUB / "workflows").iterdir()
     workflow = read(path)
@@ -289,7 +286,7 @@ def test_the_workflow_runs_what_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", ["bug_report", "feature_request"])
-def test_what_an_issue_asks_for(name: str) -> None:
+def test_what_an_issue_asks_for(name):
     form = read(GITHUB / "ISSUE_TEMPLATE" / f"{name}.yml")
     questions = [part for part in form["body"] if part["type"] != "markdown"]
     names = [part["id"] for part in questions]
@@ -306,7 +303,7 @@ def test_what_an_issue_asks_for(name: str) -> None:
         )
 
 
-def test_every_setting_and_page_that_these_files_name_exists() -> None:
+def test_every_setting_and_page_that_these_files_name_exists():
     files = [
         *GITHUB.glob("*.md"),
         *GITHUB.glob("ISSUE_TEMPLATE/*"),

@@ -1,13 +1,10 @@
 """Ranks are real processes: how they end, what stops them, what they find; and none is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -15,16 +12,13 @@ import pytest
 from tests.ranks import RESULT, ROOT, Loopback, environments, fork_server, ranks, run
 from tests.waits import eventually
 
-if TYPE_CHECKING:
-    from tests.ranks import Forked
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 WAIT_S = 30.0
 SLEEP = "print('sleeps', flush=True); import time; time.sleep(600)"
 
 
-def state(process: Forked) -> str:
+def state(process):
     """The process's state, one letter, as /proc has it."""
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
@@ -44,7 +38,7 @@ def state(process: Forked) -> str:
     ],
     ids=["well", "code", "words", "error", "killed", "aborted", "interrupted", "atexit"],
 )
-def test_how_a_rank_ends(code: str, ends: int, says: str, fresh: bool) -> None:
+def test_how_a_rank_ends(code, ends, says, fresh):
     with ranks(environments(1), "-c", code, fresh=fresh) as (rank,):
         assert rank.wait(WAIT_S) == ends
         said = rank.out + rank.err
@@ -53,7 +47,7 @@ def test_how_a_rank_ends(code: str, ends: int, says: str, fresh: bool) -> None:
     assert all(part in said for part in says.split("\n"))
 
 
-def test_it_can_be_stopped_and_goes_on() -> None:
+def test_it_can_be_stopped_and_goes_on():
     with ranks(environments(1), "-c", "print(input(), flush=True)", talk=True) as (rank,):
         rank.send_signal(signal.SIGSTOP)
         eventually(lambda: state(rank) == "T")
@@ -65,7 +59,7 @@ def test_it_can_be_stopped_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_its_environment_is_what_was_given(fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_environment_is_what_was_given(fresh, monkeypatch):
     monkeypatch.setenv("NOT_FOR_RANKS", "1")
     given = {"RANK": "1", "REDUCTION_JOB": "given", "LC_CTYPE": "C.UTF-8"}
     code = "import json, os; print(json.dumps([dict(os.environ), os.popen('env').read()]))"
@@ -93,7 +87,7 @@ print(json.dumps({
 """
 
 
-def test_it_finds_what_a_new_interpreter_would() -> None:
+def test_it_finds_what_a_new_interpreter_would():
     forked, fresh = (facts(fresh) for fresh in (False, True))
     assert not set(forked[0].pop("dice")) & set(forked[1].pop("dice"))
     # An interpreter ignores Ctrl-C if this one does, as in the background of a shell.
@@ -103,12 +97,12 @@ def test_it_finds_what_a_new_interpreter_would() -> None:
     assert forked[0]["arguments"] == ["-c", "one", "two"]
 
 
-def facts(fresh: bool) -> list[dict]:
+def facts(fresh):
     with ranks(environments(2), "-c", FACTS, "one", "two", fresh=fresh) as job:
         return [json.loads(said) for said in job.outputs()]
 
 
-def test_scripts_and_modules_run_as_python_runs_them(tmp_path: Path) -> None:
+def test_scripts_and_modules_run_as_python_runs_them(tmp_path):
     (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
     script = tmp_path / "script.py"
     script.write_text(
@@ -120,7 +114,7 @@ def test_scripts_and_modules_run_as_python_runs_them(tmp_path: Path) -> None:
     assert run(given, "-m", "script", "last") == [["beside", str(script), "last"]]
 
 
-def test_torch_is_imported_already_and_what_is_tested_is_not() -> None:
+def test_torch_is_imported_already_and_what_is_tested_is_not():
     pytest.importorskip("torch", reason="needs torch")
     with ranks(environments(2), "-c", "import sys; print(*sys.modules)") as job:
         for said in job.outputs():
@@ -129,12 +123,12 @@ def test_torch_is_imported_already_and_what_is_tested_is_not() -> None:
             assert not {name.partition(".")[0] for name in imported} & {"reducer", "worker_client"}
 
 
-def test_the_fork_server_has_one_thread() -> None:
+def test_the_fork_server_has_one_thread():
     assert len(list(Path(f"/proc/{fork_server().process.pid}/task").iterdir())) == 1
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_no_rank_is_left(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> None:
+def test_no_rank_is_left(monkeypatch, *, fresh):
     monkeypatch.setattr("tests.ranks.STOP_S", 0.2)
     code = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n" + SLEEP
     left = []
@@ -154,7 +148,7 @@ def test_no_rank_is_left(monkeypatch: pytest.MonkeyPatch, *, fresh: bool) -> Non
     eventually(lambda: not any(map(alive, left)))
 
 
-def alive(process: psutil.Process) -> bool:
+def alive(process):
     # The child of a rank that has ended stays listed until init reaps it.
     try:
         return process.status() != psutil.STATUS_ZOMBIE
@@ -162,7 +156,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def test_all_say_why_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_say_why_when_one_fails(monkeypatch):
     monkeypatch.setattr("tests.ranks.OTHERS_S", 0.2)
     code = f"import os\nif os.environ['RANK'] == '1': raise OSError('no more')\n{SLEEP}"
     with ranks(environments(2), "-c", code) as job, pytest.raises(AssertionError) as failure:
@@ -173,7 +167,7 @@ def test_all_say_why_when_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OSError: no more" in text
 
 
-def test_a_killed_rank_has_no_result() -> None:
+def test_a_killed_rank_has_no_result():
     code = (
         "import os, signal\nfrom tests.ranks import write_result\n"
         "if os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\nwrite_result([1])"
@@ -184,7 +178,7 @@ def test_a_killed_rank_has_no_result() -> None:
             job.results()
 
 
-def test_processes_on_loopback_end_with_it() -> None:
+def test_processes_on_loopback_end_with_it():
     with Loopback(2) as lab:
         process = lab.hosts[1].start([sys.executable, "-c", SLEEP], stdout=-1)
         assert process.stdout.readline() == "sleeps\n"

@@ -1,23 +1,17 @@
 """Hooks of pytest: failures that deserve a second look (.ci/run), and skips that are failures."""
 
-from __future__ import annotations
-
 import os
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.waits import TooLateError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 # What .ci/run installs, by the words of a skip: with REQUIRE_TOOLS=1 its absence is a failure.
 INSTALLED = re.compile(r"make (test|cross|container|kubernetes)-tools|needs (root|torch\b(?! \d))")
 
 
-def refused(reason: str) -> str:
+def refused(reason):
     """Return why a skip is a failure here, or "" if it is none."""
     if os.environ.get("REQUIRE_TOOLS") == "1" and INSTALLED.search(reason):
         return f"skipped although REQUIRE_TOOLS=1: {reason}"
@@ -25,11 +19,9 @@ def refused(reason: str) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    call: pytest.CallInfo[None],
-) -> Iterator[pytest.TestReport]:
+def pytest_runtest_makereport(call):
     """Note which tests failed by a limit of time alone, and refuse skips for want of a tool."""
-    report: pytest.TestReport = yield
+    report = yield
     if call.excinfo and report.failed:
         report.too_late = call.excinfo.errisinstance(TooLateError)  # reaches the reports of xdist
     elif report.skipped and (why := refused(str(report.longrepr))):
@@ -38,17 +30,15 @@ def pytest_runtest_makereport(
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report() -> Iterator[pytest.CollectReport]:
+def pytest_make_collect_report():
     """Refuse files that are skipped for want of a tool."""
-    report: pytest.CollectReport = yield
+    report = yield
     if report.skipped and (why := refused(str(report.longrepr))):
         report.outcome, report.longrepr = "failed", why
     return report
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     """Leave the tests that failed by a limit of time to `.ci/second_look.py`."""
     found = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
     otherwise = {report.nodeid for report in found if not getattr(report, "too_late", False)}

@@ -10,8 +10,6 @@ A Python is the one of its name in PATH; 3.14 and later come from Debian's packa
 none, if this is root of a Debian. A row that cannot be tried says why, unless an earlier run did.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os
@@ -20,7 +18,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 from tests.containers.images import Unavailable, mirror
@@ -55,7 +52,7 @@ print(json.dumps({"python": platform.python_version(), "torch": version("torch")
 """
 
 
-def run(*command: object, **more: str) -> None:
+def run(*command, **more):
     """Run a command.
 
     Raises:
@@ -73,7 +70,7 @@ def run(*command: object, **more: str) -> None:
         raise Unavailable(last.replace(f"{ROOT}/", ""))
 
 
-def wheel(python: object = sys.executable, **build: str) -> Path:
+def wheel(python=sys.executable, **build):
     """Compile the wheel for a Python, and return it."""
     folder = BUILD / "wheel" / Path(str(python)).name
     shutil.rmtree(folder, ignore_errors=True)
@@ -83,7 +80,7 @@ def wheel(python: object = sys.executable, **build: str) -> Path:
     return built
 
 
-def copy_tests() -> Path:
+def copy_tests():
     """Copy the checkout without the two packages, so that tests import what is installed."""
     folder = BUILD / "checkout"
     shutil.rmtree(folder, ignore_errors=True)
@@ -96,7 +93,7 @@ def copy_tests() -> Path:
     return folder
 
 
-def interpreter(version: str) -> Path:
+def interpreter(version):
     """Return the Python of a version.
 
     Raises:
@@ -111,7 +108,7 @@ def interpreter(version: str) -> Path:
     return from_debian(version)
 
 
-def from_debian(version: str) -> Path:
+def from_debian(version):
     """Return a Python of Debian unstable, in a tree of its own with the C library that it needs.
 
     Its program is told where they are; so it runs as any other here, and starts what it likes.
@@ -128,7 +125,7 @@ def from_debian(version: str) -> Path:
     return python
 
 
-def tried(row: str, package: Path, checkout: Path) -> dict[str, Any]:
+def tried(row, package, checkout):
     """Make a row's environment, run the tests, and return what came of it.
 
     Raises:
@@ -162,7 +159,7 @@ def tried(row: str, package: Path, checkout: Path) -> dict[str, Any]:
     }
 
 
-def main(rows: list[str]) -> int:
+def main(rows):
     """Try rows, all if none is named, and return 1 if a test has failed."""
     package, checkout = wheel(REDUCTION_BUILD_STABLE_ABI="1"), copy_tests()
     for row in rows or ROWS:

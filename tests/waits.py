@@ -1,12 +1,6 @@
 """Waiting for what another thread or process brings about, and limits of time."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PATIENCE_S = 20.0  # a busy machine may take some
 LOOK_S = 0.005
@@ -19,7 +13,7 @@ class TooLateError(AssertionError):
     """
 
 
-def eventually(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+def eventually(condition, patience_s=PATIENCE_S):
     """Wait until something is so.
 
     Raises:
@@ -32,7 +26,7 @@ def eventually(condition: Callable[[], object], patience_s: float = PATIENCE_S) 
         time.sleep(LOOK_S)
 
 
-def within_s(limit_s: float, since: float, why: str = "") -> None:
+def within_s(limit_s, since, why=""):
     """Check that less than a limit has passed since a time of `time.monotonic`.
 
     Raises:

@@ -1,9 +1,6 @@
 """Results as the commands write them, without measuring anything."""
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ ALGBW = {"pool-4-bf16-keys": 200e6, "pool-4": 118e6, "gloo": 80e6, "mpi": 54e6, 
 
 
 @pytest.fixture
-def run() -> Run:
+def run():
     machine = Machine(
         cpu="AMD EPYC",
         cores=2,
@@ -46,7 +43,7 @@ def run() -> Run:
     )
 
 
-def row(name: str, nbytes: int, **changes: Any) -> Row:
+def row(name, nbytes, **changes):
     algbw, ours = ALGBW[name], name.startswith("pool")
     ratios = {other: algbw / ALGBW[other] for other in ("gloo", "mpi", "ring") if ours}
     figures = {
@@ -80,14 +77,14 @@ def row(name: str, nbytes: int, **changes: Any) -> Row:
 
 
 @pytest.fixture
-def all_reduces(run: Run) -> Results:
+def all_reduces(run):
     rows = [row(name, nbytes) for nbytes in (4 << 10, 256 * MIB) for name in ALGBW]
     settings = Settings(mbit=1000, payload_rates=[PAYLOAD], workers=[4], rounds=3, skipped={})
     return Results(**dict(run), kind="allreduce", settings=settings, rows=rows)
 
 
 @pytest.fixture
-def soak(run: Run) -> Results:
+def soak(run):
     names = ("worker 0", "reducer 0")
     samples = [
         Sample(process=name, done=1000 * at, seconds=at, rss=90 * MIB, files=20, threads=9)
@@ -123,8 +120,8 @@ def soak(run: Run) -> Results:
 
 
 @pytest.fixture
-def ddp(run: Run) -> DdpResults:
-    def one(name: str, step_ms: float) -> DdpRow:
+def ddp(run):
+    def one(name, step_ms):
         exchange = name != "no-op"
         return DdpRow(
             variant=name,
@@ -166,7 +163,7 @@ def ddp(run: Run) -> DdpResults:
 
 
 @pytest.fixture
-def chaos(run: Run) -> ChaosResults:
+def chaos(run):
     return ChaosResults(
         **dict(run),
         workers=4,
@@ -188,10 +185,10 @@ def chaos(run: Run) -> ChaosResults:
 
 
 @pytest.fixture
-def micro() -> dict[str, Any]:
+def micro():
     """What pytest-benchmark 5 writes, without what the report leaves out."""
 
-    def one(group: str | None, name: str, median: float, **extra: Any) -> dict[str, Any]:
+    def one(group, name, median, **extra):
         stats = {"median": median, "iqr": median / 10, "rounds": 50, "mean": median, "min": median}
         return {"group": group, "name": name, "params": None, "extra_info": extra, "stats": stats}
 

@@ -1,14 +1,11 @@
 """Whole runs of the benchmarks with real processes, short ones; and their arithmetic."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,39 +20,34 @@ from bench.soak import trends
 from reducer.planning import network_model
 from tests.commands import run_command
 
-if TYPE_CHECKING:
-    import subprocess
-
-    from bench.results import Results
-
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
-def run(module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(module, *arguments):
     return run_command(sys.executable, "-m", f"bench.{module}", *arguments, cwd=ROOT)
 
 
-def bench(module: str, *arguments: str | Path) -> str:
+def bench(module, *arguments):
     done = run(module, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def measured(folder: Path, module: str, *arguments: str | Path) -> Results:
+def measured(folder, module, *arguments):
     """What a benchmark finds in one round, on links that are not shaped, beside `found.json`."""
     file = folder / "found.json"
     bench(module, "--unshaped", "--rounds", "1", *arguments, "--json", file)
     return read(file)
 
 
-def test_a_series_takes_as_long_as_its_all_reduces() -> None:
+def test_a_series_takes_as_long_as_its_all_reduces():
     early = {"begun": 10.0, "ends": [12.0, 15.0, 16.0]}
     late = {"begun": 11.0, "ends": [13.0, 14.0, 16.5]}
     assert durations([early, late]) == durations([late, early]) == [3.0, 2.0, 1.5]
 
 
-def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
+def test_all_reduces_are_compared_and_reported(tmp_path):
     given = ["--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB", "--iterations", "20"]
     picture = tmp_path / "found.png"
     found = measured(tmp_path, "allreduce", *given, "--baselines", "gloo,ring", "--plot", picture)
@@ -98,9 +90,7 @@ def test_all_reduces_are_compared_and_reported(tmp_path: Path) -> None:
     ],
     ids=["fewer bits", "keys", "embedded"],
 )
-def test_other_contenders(
-    given: tuple[str, ...], sizes: tuple[str, ...], cards: dict[str, int], tmp_path: Path
-) -> None:
+def test_other_contenders(given, sizes, cards, tmp_path):
     many = ("--workers", "2", "--sizes", ",".join(sizes), "--baselines", "")
     rows = measured(tmp_path, "allreduce", *given, *many).rows
     found = {row.contender: row.cards for row in rows}
@@ -110,7 +100,7 @@ def test_other_contenders(
     assert all((row.reducer_cpu_s_per_gb is None) == (row.contender == "embedded") for row in rows)
 
 
-def test_scaling(tmp_path: Path) -> None:
+def test_scaling(tmp_path):
     given = ["--workers", "2,3", "--reducers", "1,3", "--size", "64KiB", "--no-embedded"]
     picture = tmp_path / "found.png"
     rows = measured(tmp_path, "scaling", *given, "--iterations", "3", "--plot", picture).rows
@@ -122,7 +112,7 @@ def test_scaling(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_soak(tmp_path: Path) -> None:
+def test_soak(tmp_path):
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
     given = ["--count", "300", "--samples", "10", "--check-every", "20"]
     said = bench("soak", *given, "--json", file, "--plot", picture)
@@ -139,15 +129,13 @@ def test_soak(tmp_path: Path) -> None:
     bench("report", file, "-o", tmp_path / "report.html")
 
 
-def test_what_cannot_be_measured_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_said(tmp_path):
     done = run("report", tmp_path / "nothing.json")
     assert done.returncode == 1
     assert "is no result of these benchmarks" in done.stderr
 
 
-def test_a_contender_that_fails_is_named_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contender_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setenv("REDUCTION_CHUNK_BYTES", "7")
     file = tmp_path / "found.json"
     given = ["--unshaped", "--workers", "2", "--reducers", "1", "--baselines", "ring"]
@@ -161,16 +149,14 @@ def test_a_contender_that_fails_is_named_and_the_others_go_on(
     assert found.environment == {"REDUCTION_CHUNK_BYTES": "7"}
 
 
-def test_without_root_links_are_not_shaped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_root_links_are_not_shaped(monkeypatch, capsys):
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     found = options.begin_all_reduces("allreduce", 400.0, [2], 1)
     assert found.settings.mbit is None
     assert "shaped links need root" in capsys.readouterr().out
 
 
-def test_results_say_how_far_the_hosts_were_apart() -> None:
+def test_results_say_how_far_the_hosts_were_apart():
     distance = Distance(round_trip_ms=200, loss_percent=1, congestion="bbr")
     settings = Settings(
         mbit=100,
@@ -191,14 +177,14 @@ def test_results_say_how_far_the_hosts_were_apart() -> None:
     )
 
 
-def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert "install Open MPI" in unavailable(Contender("mpi"))
     assert not unavailable(Contender("ring"))
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_every_wrong_element_counts(exact: bool) -> None:
+def test_every_wrong_element_counts(exact):
     count = oracle.PERIOD + 100
     total = oracle.contribution(0, count)
     for rank in (1, 2):
@@ -211,7 +197,7 @@ def test_every_wrong_element_counts(exact: bool) -> None:
     assert oracle.wrong(total, 3, exact=exact) == 3
 
 
-def test_one_bit_is_wrong_for_us_and_rounding_for_others() -> None:
+def test_one_bit_is_wrong_for_us_and_rounding_for_others():
     order = oracle.contribution(2, 1000)
     for rank in (1, 0):
         order += oracle.contribution(rank, 1000)
@@ -219,7 +205,7 @@ def test_one_bit_is_wrong_for_us_and_rounding_for_others() -> None:
     assert oracle.wrong(order, 3, exact=False) == 0
 
 
-def test_limits_are_those_of_the_formulas() -> None:
+def test_limits_are_those_of_the_formulas():
     ring, embedded = Contender("ring"), Contender("embedded")
     assert theory.limit(ring, 4, 100.0) == pytest.approx(100 / 1.5)
     assert theory.limit(embedded, 2, 100.0) == 100
@@ -232,8 +218,8 @@ def test_limits_are_those_of_the_formulas() -> None:
     assert theory.limit(ring, 8, 100.0) < between < 100
 
 
-def test_growth_is_told_from_a_plateau() -> None:
-    def process(name: str, rss: list[int]) -> list[Sample]:
+def test_growth_is_told_from_a_plateau():
+    def process(name, rss):
         return [
             Sample(process=name, done=1000 * i, seconds=i, rss=size, files=9, threads=4)
             for i, size in enumerate(rss)
@@ -251,7 +237,7 @@ def test_growth_is_told_from_a_plateau() -> None:
     ("contender", "k", "least"),
     [("pool-2", 2, 1.001), ("mixed-2", 2, 1.001), ("embedded", 0, 1.0)],
 )
-def test_predictions_know_the_topology_and_the_shaper(contender: str, k: int, least: float) -> None:
+def test_predictions_know_the_topology_and_the_shaper(contender, k, least):
     row = SimpleNamespace(workers=4, reducers=k, contender=contender, nbytes=64 << 20)
     predicted = plan.predict(row, 100.0)
     rate = 100e6 / 8 * network_model.payload_share()
@@ -267,7 +253,7 @@ def test_predictions_know_the_topology_and_the_shaper(contender: str, k: int, le
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for hosts with links of their own")
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
-def test_predictions_are_compared_with_the_lab() -> None:
+def test_predictions_are_compared_with_the_lab():
     said = bench(
         "plan",
         *("--workers", "2", "--reducers", "1,2", "--no-embedded", "--size", "1MiB"),
@@ -281,7 +267,7 @@ def test_predictions_are_compared_with_the_lab() -> None:
     ]
 
 
-def test_checkouts_side_by_side() -> None:
+def test_checkouts_side_by_side():
     given = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB"]
     lines = bench("versus", f"one={ROOT}", f"other={ROOT}", *given, "--rounds", "3").splitlines()
     one, other = (line.split() for line in lines if line.startswith("4KiB"))
@@ -292,7 +278,7 @@ def test_checkouts_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("reducers", [0, 2])
-def test_auto_is_compared_with_what_could_be_set(reducers: int) -> None:
+def test_auto_is_compared_with_what_could_be_set(reducers):
     sizes = "4KiB", "64B+8KiB&2x64KiB"
     given = "--unshaped", "--workers", "2", "--reducers", str(reducers), "--sizes", ",".join(sizes)
     few = "--chunks", "64KiB,128KiB", "--windows", "1MiB", "--iterations", "3", "--rounds", "3"
@@ -309,7 +295,7 @@ def test_auto_is_compared_with_what_could_be_set(reducers: int) -> None:
     assert f"auto is below 100 of the best at {', '.join(sizes)}" in done.stderr
 
 
-def test_a_step_is_of_calls_in_turn_and_of_calls_that_are_begun_together() -> None:
+def test_a_step_is_of_calls_in_turn_and_of_calls_that_are_begun_together():
     alone, step = options.steps("4KiB, 64B+1KiB&2x4KiB")
     assert alone == 4096
     assert isinstance(step, Step)
@@ -320,12 +306,12 @@ def test_a_step_is_of_calls_in_turn_and_of_calls_that_are_begun_together() -> No
 
 
 @pytest.mark.parametrize("text", ["here", "=.", "lost=/nowhere"])
-def test_what_is_no_checkout(text: str) -> None:
+def test_what_is_no_checkout(text):
     with pytest.raises(typer.BadParameter, match="write NAME=DIR with"):
         versus.checkout(text, 1)
 
 
-def test_ratios_of_rounds_have_bounds() -> None:
+def test_ratios_of_rounds_have_bounds():
     first = [1.0, 2.0, 4.0, 1.0, 2.0]
     assert versus.ratio(first, [2 * time for time in first]) == (2, 2, 2)
     low, middle, high = versus.ratio(first, [1.0, 2.0, 8.0, 1.1, 2.2])

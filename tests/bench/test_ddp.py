@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,9 +7,6 @@ from bench import ddp, ddp_models, options
 from bench.ddp_figures import Reports
 from bench.results import DdpResults
 from tests.ranks import Loopback
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
@@ -25,9 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux
         ("digits", {"reducers": 1}, False),
     ],
 )
-def test_a_tiny_run(
-    model: str, pool: dict[str, Any], forks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tiny_run(model, pool, forks, tmp_path, monkeypatch):
     file, picture = tmp_path / "ddp.json", tmp_path / "ddp.png"
     if forks:
         monkeypatch.setattr(options, "lab", lambda hosts, _: Loopback(hosts))
@@ -66,7 +58,7 @@ def test_a_tiny_run(
     assert found.ours_over_gloo == pytest.approx(gloo.step_ms / ours.step_ms)
 
 
-def test_parameters_are_those_of_the_real_networks() -> None:
+def test_parameters_are_those_of_the_real_networks():
     counts = {
         name: (sum(1 for _ in ddp_models.shapes(name)), ddp_models.nbytes(name) // 4)
         for name in ("resnet50", "gpt2")
@@ -74,7 +66,7 @@ def test_parameters_are_those_of_the_real_networks() -> None:
     assert counts == {"resnet50": (161, 25_557_032), "gpt2": (148, 124_439_808)}
 
 
-def test_a_simulated_layer_gets_the_gradient_of_its_penalty() -> None:
+def test_a_simulated_layer_gets_the_gradient_of_its_penalty():
     layers = [ddp_models.Layer(((3, 2), (2,)), 1.0), ddp_models.Layer(((5,),), 3.0)]
     network = ddp_models.Simulated(layers, compute_s=0.0)
     network(torch.tensor(0.5)).backward()
@@ -82,25 +74,25 @@ def test_a_simulated_layer_gets_the_gradient_of_its_penalty() -> None:
         assert torch.equal(weights.grad, 0.5 * weights)
 
 
-def test_layers_end_at_their_shares_of_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: list[float] = []
+def test_layers_end_at_their_shares_of_the_passes(monkeypatch):
+    reached = []
     monkeypatch.setattr(ddp_models.Pace, "reach", lambda _, share: reached.append(share))
     layers = [ddp_models.Layer(((1,),), cost) for cost in (1.0, 2.0, 5.0)]
     ddp_models.Simulated(layers, compute_s=1.0)(torch.tensor(1.0)).backward()
     assert reached == [1 / 8, 3 / 8, 1, 5 / 8, 7 / 8, 1]
 
 
-def turn(variant: str, rank: int, steps_s: list[float]) -> dict[str, object]:
+def turn(variant, rank, steps_s):
     figures = {"steps_s": steps_s, "backward_s": 0.25, "cpu_s": 0.0}
     return {"event": "turn", "variant": variant, "rank": rank, **figures}
 
 
-def end(rank: int, digest: str, unlike: int = 0) -> dict[str, object]:
+def end(rank, digest, unlike=0):
     figures = {"unlike": unlike, "largest_difference": 0.0, "weights": 10}
     return {"event": "end", "variant": "reducers", "rank": rank, "digest": digest, **figures}
 
 
-def test_exposed_communication_is_over_the_no_op_hook_of_the_same_round() -> None:
+def test_exposed_communication_is_over_the_no_op_hook_of_the_same_round():
     reports = Reports(ranks=2)
     for rank in range(2):
         for ours, no_op in ((1.5, 0.5), (2.5, 0.75), (1.75, 0.5)):
@@ -117,7 +109,7 @@ def test_exposed_communication_is_over_the_no_op_hook_of_the_same_round() -> Non
     assert row.samples_per_s == pytest.approx(2 * 7 / 1.75)
 
 
-def test_weights_of_a_rank_with_other_bits_are_wrong() -> None:
+def test_weights_of_a_rank_with_other_bits_are_wrong():
     reports = Reports(ranks=2)
     for rank in range(2):
         reports.add(turn("reducers", rank, [1.0]))
@@ -128,10 +120,10 @@ def test_weights_of_a_rank_with_other_bits_are_wrong() -> None:
     assert (row.wrong, row.checked, row.identical) == (13, 20, False)
 
 
-def test_too_little_memory_is_said_before_anything_starts() -> None:
+def test_too_little_memory_is_said_before_anything_starts():
     with pytest.raises(SystemExit, match=r"gpt2 needs .* GB of memory for 500 workers"):
         ddp.main(model=ddp.Model.GPT2, workers=500)
 
 
-def test_every_model_can_be_asked_for() -> None:
+def test_every_model_can_be_asked_for():
     assert [model.value for model in ddp.Model] == list(ddp_models.MODELS)

@@ -1,7 +1,5 @@
 """`bench.far`, shortly and not so far."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -20,7 +18,7 @@ ROOT = Path(__file__).parent.parent.parent
     not (shutil.which("iperf3") and shutil.which("cc")),
     reason="needs iperf3 and a C compiler: make test-tools",
 )
-def test_all_reduces_in_flight_beside_iperf3() -> None:
+def test_all_reduces_in_flight_beside_iperf3():
     near = ["--round-trip-ms", "60", "--loss-percent", "0", "--congestion", "cubic"]
     short = ["--count", "4", "--size", "64KiB", "--in-flight", "3", "--iperf-s", "1"]
     done = run_command(sys.executable, "-m", "bench.far", *near, *short, cwd=ROOT)

@@ -1,11 +1,8 @@
 """`bench.guarantee` for some seconds; and that what it would find is found."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,9 +12,6 @@ from bench.guarantee_judge import Judge
 from bench.guarantee_oracle import Oracle, Shape
 from bench.guarantee_plan import MAIN, Call, Plan, Trouble
 from bench.guarantee_topologies import TOPOLOGIES
-
-if TYPE_CHECKING:
-    from typing import Any
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="takes sockets of other processes")
 PLAN = Plan("a test", ranks=3, extras=True, wire_dtype="bf16", troubles=0.0)
@@ -36,7 +30,7 @@ CALL = Call(
 )
 
 
-def check(topology: str, faults: int) -> None:
+def check(topology, faults):
     found = attack(topology, results=500, faults=faults, seed=8)
     # A machine that is busy enough lets a call time out while a reducer is replaced.
     grave = [
@@ -50,17 +44,17 @@ def check(topology: str, faults: int) -> None:
 
 
 @linux
-def test_every_result_is_right_or_an_error_in_time() -> None:
+def test_every_result_is_right_or_an_error_in_time():
     check("pool", 2)
 
 
 @linux
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_every_topology(topology: str) -> None:
+def test_every_topology(topology):
     check(topology, 10)
 
 
-def test_calls_are_the_same_at_every_rank_and_of_all_kinds() -> None:
+def test_calls_are_the_same_at_every_rank_and_of_all_kinds():
     calls = [call for step in range(300) for call in PLAN.step(MAIN, step)]
     assert calls == [call for step in range(300) for call in replace(PLAN).step(MAIN, step)]
     assert {call.dtype for call in calls} == set(Oracle("", exact=True)._tables)
@@ -69,7 +63,7 @@ def test_calls_are_the_same_at_every_rank_and_of_all_kinds() -> None:
     assert {call.name is None for call in calls} == {True, False}
 
 
-def test_the_oracle_knows_the_order_of_additions() -> None:
+def test_the_oracle_knows_the_order_of_additions():
     oracle = Oracle("values", exact=False)
     rows = [oracle.contribution(CALL, rank) for rank in range(3)]
     with np.errstate(all="ignore"):
@@ -79,13 +73,13 @@ def test_the_oracle_knows_the_order_of_additions() -> None:
     assert (oracle.result(CALL, Shape(((0, 1, 2),)))[finite] == left[finite]).all()
 
 
-def judge(call: Call, got: Any, *, elastic: bool = False, present: tuple[int, ...] = (0, 1)) -> str:
+def judge(call, got, *, elastic=False, present=(0, 1)):
     plan = replace(PLAN, wire_dtype="")
     one = Judge(plan, 0, "values", exact=False, nodes=None, elastic=elastic)
     return one.judge(call, got, None, present)
 
 
-def test_what_is_wrong_is_found_and_explained() -> None:
+def test_what_is_wrong_is_found_and_explained():
     oracle = Oracle("values", exact=False)
     everybody = Shape(((0, 1, 2),))
     right = oracle.result(CALL, everybody)
@@ -103,7 +97,7 @@ def test_what_is_wrong_is_found_and_explained() -> None:
 
 
 @pytest.mark.parametrize("kind", ["refuse", "decline", "disagree"])
-def test_a_result_without_a_rank_that_takes_no_part_is_none(kind: str) -> None:
+def test_a_result_without_a_rank_that_takes_no_part_is_none(kind):
     call = CALL._replace(trouble=Trouble(kind, 1, 0.5))
     oracle = Oracle("values", exact=False)
     assert "there can be none" in judge(call, oracle.result(call, Shape(((0, 1, 2),))))

@@ -1,7 +1,5 @@
 """What imports what in `bench` and `lab`, also in functions and for type checkers alone."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -13,17 +11,17 @@ FOLDERS = ("bench", "lab")
 
 
 @pytest.fixture(scope="module")
-def imports() -> grimp.ImportGraph:
+def imports():
     return grimp.build_graph(*FOLDERS, exclude_type_checking_imports=False, cache_dir=None)
 
 
-def test_imports_have_no_circle(imports: grimp.ImportGraph) -> None:
+def test_imports_have_no_circle(imports):
     uses = {module: imports.find_modules_directly_imported_by(module) for module in imports.modules}
     assert {"bench.report", "lab.lab"} <= set(uses)
     TopologicalSorter(uses).prepare()  # CycleError names the modules of a circle
 
 
-def test_no_import_hides_in_a_string() -> None:
+def test_no_import_hides_in_a_string():
     sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     for quote in "'\"":
         calls = [f"import_module({quote}{folder}" for folder in FOLDERS]
@@ -31,5 +29,5 @@ def test_no_import_hides_in_a_string() -> None:
         assert not hidden
 
 
-def test_the_lab_knows_no_benchmark(imports: grimp.ImportGraph) -> None:
+def test_the_lab_knows_no_benchmark(imports):
     assert not imports.find_illegal_dependencies_for_layers(({"bench"}, {"lab"}))

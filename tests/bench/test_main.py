@@ -1,10 +1,7 @@
 """The short run of all benchmarks; here only which commands it runs."""
 
-from __future__ import annotations
-
 import shlex
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import pytest
 import typer
@@ -12,12 +9,9 @@ from _pytest.config.argparsing import Parser
 
 from bench import __main__ as short
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @pytest.mark.parametrize("step", short.STEPS, ids=lambda step: step.name)
-def test_every_command_exists_with_its_options(step: short.Step, tmp_path: Path) -> None:
+def test_every_command_exists_with_its_options(step, tmp_path):
     module, *options = shlex.split(f"{step.command} {step.outputs.format(tmp_path / 'found')}")
     if module == "pytest":
         plugin = pytest.importorskip("pytest_benchmark.plugin")
@@ -33,14 +27,11 @@ def test_every_command_exists_with_its_options(step: short.Step, tmp_path: Path)
 
 @pytest.mark.parametrize("obstacle", ["", "no root"])
 def test_what_fails_or_cannot_run_is_said_and_the_rest_goes_on(
-    obstacle: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    obstacle, tmp_path, monkeypatch, capsys
+):
     commands = []
 
-    def run(command: str) -> int:
+    def run(command):
         commands.append(command)
         if "bench/micro" in command:
             return 1
@@ -63,6 +54,6 @@ def test_what_fails_or_cannot_run_is_said_and_the_rest_goes_on(
     assert ("no root" in said) == bool(obstacle)
 
 
-def test_without_iperf3_links_are_not_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_iperf3_links_are_not_shaped(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert "iperf3" in short.why_unshaped()

@@ -1,7 +1,5 @@
 """The micro-benchmarks, each run once and not timed."""
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib.util import find_spec
@@ -13,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 MICRO = ROOT / "bench/micro"
 
 
-def test_all_but_the_large_ones_find_the_right_results() -> None:
+def test_all_but_the_large_ones_find_the_right_results():
     assert find_spec("pytest_benchmark"), "pytest-benchmark is missing: install the extra `dev`"
     command = [sys.executable, "-m", "pytest", MICRO, "--benchmark-disable", "--tb=short"]
     command += ["-rfEp", "-k", "not MiB", "-p", "no:cacheprovider"]

@@ -1,22 +1,14 @@
 """The page of all results: verdicts, warnings, glossary, and what a browser shows of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from bench import report
 from bench.results import MicroResults, read
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bench.results import AnyResults, ChaosResults, DdpResults, Results
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTH = 1200
@@ -31,30 +23,22 @@ document.title = `widest ${Math.ceil(Math.max(...ends))} of ${shown} in ${window
 
 
 @pytest.fixture
-def all_results(
-    all_reduces: Results,
-    soak: Results,
-    ddp: DdpResults,
-    chaos: ChaosResults,
-    micro: dict[str, Any],
-) -> list[AnyResults]:
+def all_results(all_reduces, soak, ddp, chaos, micro):
     return [all_reduces, soak, ddp, chaos, MicroResults.model_validate(micro)]
 
 
 @pytest.fixture
-def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_drawing(monkeypatch):
     monkeypatch.setattr(report, "picture", lambda _: b"")
 
 
-def html(results: list[AnyResults], folder: Path) -> str:
+def html(results, folder):
     report.compose(results, "pictures").write(folder / "page.html")
     return (folder / "page.html").read_text()
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_verdicts_are_derived_from_the_figures(
-    all_results: list[AnyResults], tmp_path: Path
-) -> None:
+def test_verdicts_are_derived_from_the_figures(all_results, tmp_path):
     page = html(all_results, tmp_path)
     verdicts = re.findall(r"<li>(.*?)</li>", page.partition("<h2>")[0])
     compared = sum(row.checked for row in all_results[0].rows)
@@ -82,7 +66,7 @@ def test_verdicts_are_derived_from_the_figures(
     assert 'class="warning"' not in page
 
 
-def test_a_verdict_without_baseline_says_so(all_reduces: Results) -> None:
+def test_a_verdict_without_baseline_says_so(all_reduces):
     all_reduces.rows = [row for row in all_reduces.rows if row.contender == "pool-4"]
     assert report.verdict(all_reduces).text.startswith(
         "256 MiB, 4 workers, 1 Gbit/s: pool-4 takes 2274.88 ms, with no baseline to compare it"
@@ -90,7 +74,7 @@ def test_a_verdict_without_baseline_says_so(all_reduces: Results) -> None:
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_whatever_is_wrong_stands_first(all_results: list[AnyResults], tmp_path: Path) -> None:
+def test_whatever_is_wrong_stands_first(all_results, tmp_path):
     all_reduces, soak, ddp, chaos, _ = all_results
     all_reduces.rows[1].wrong = 7
     soak.soak.wrong = 3
@@ -116,9 +100,7 @@ def test_whatever_is_wrong_stands_first(all_results: list[AnyResults], tmp_path:
 
 @pytest.mark.usefixtures("no_drawing")
 @pytest.mark.parametrize(("load", "warns"), [(0.99, False), (1.0, True), (1.7, True)])
-def test_a_busy_machine_is_warned_of_in_every_kind(
-    load: float, warns: bool, all_results: list[AnyResults], tmp_path: Path
-) -> None:
+def test_a_busy_machine_is_warned_of_in_every_kind(load, warns, all_results, tmp_path):
     *ours, micro = all_results
     micro.machine_info["load"] = load
     busy = [found.model_copy(update={"load": load}) for found in ours]
@@ -131,9 +113,7 @@ def test_a_busy_machine_is_warned_of_in_every_kind(
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_what_is_the_same_in_all_rows_stands_above_the_table(
-    all_reduces: Results, tmp_path: Path
-) -> None:
+def test_what_is_the_same_in_all_rows_stands_above_the_table(all_reduces, tmp_path):
     page = html([all_reduces], tmp_path)
     assert "In all rows: n 4, type float32, redop sum<" in page
     assert "<th>iters</th>" in page
@@ -144,7 +124,7 @@ def test_what_is_the_same_in_all_rows_stands_above_the_table(
     assert "<th>iters</th>" not in page
 
 
-def test_micro_benchmarks_have_a_table_per_group(micro: dict[str, Any], tmp_path: Path) -> None:
+def test_micro_benchmarks_have_a_table_per_group(micro, tmp_path):
     file = tmp_path / "micro.json"
     file.write_text(json.dumps(micro))
     report.main([file], tmp_path / "page.md")
@@ -156,7 +136,7 @@ def test_micro_benchmarks_have_a_table_per_group(micro: dict[str, Any], tmp_path
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_the_glossary_has_every_column(all_results: list[AnyResults], tmp_path: Path) -> None:
+def test_the_glossary_has_every_column(all_results, tmp_path):
     titles = {
         "All-reduces": {column.title for column in report.all_reduce_columns(["gloo"])},
         "Soak": {column.title for column in report.TRENDS},
@@ -181,9 +161,7 @@ def test_the_glossary_has_every_column(all_results: list[AnyResults], tmp_path: 
         ({"rows": 3}, "Input should be a valid list"),
     ],
 )
-def test_other_files_are_refused(
-    change: dict[str, Any], said: str, all_reduces: Results, tmp_path: Path
-) -> None:
+def test_other_files_are_refused(change, said, all_reduces, tmp_path):
     file = tmp_path / "found.json"
     file.write_text(json.dumps(json.loads(all_reduces.model_dump_json()) | change))
     with pytest.raises(SystemExit, match=f"found.json is no result .*(?s:.*){re.escape(said)}"):
@@ -194,15 +172,13 @@ def test_other_files_are_refused(
             report.main([file], tmp_path / "page.html")
 
 
-def test_results_are_read_as_they_were_written(
-    all_reduces: Results, ddp: DdpResults, chaos: ChaosResults, tmp_path: Path
-) -> None:
+def test_results_are_read_as_they_were_written(all_reduces, ddp, chaos, tmp_path):
     for found in (all_reduces, ddp, chaos):
         found.write(tmp_path / "found.json")
         assert read(tmp_path / "found.json") == found
 
 
-def test_markdown_has_its_pictures_beside_it(all_results: list[AnyResults], tmp_path: Path) -> None:
+def test_markdown_has_its_pictures_beside_it(all_results, tmp_path):
     report.compose(all_results, "page-pictures").write(tmp_path / "page.md")
     pictures = re.findall(r"!\[.*\]\((.*)\)", (tmp_path / "page.md").read_text())
     assert len(pictures) == 3
@@ -211,9 +187,7 @@ def test_markdown_has_its_pictures_beside_it(all_results: list[AnyResults], tmp_
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs chromium: make test-tools")
-def test_a_browser_of_1200_pixels_shows_every_column(
-    all_results: list[AnyResults], tmp_path: Path
-) -> None:
+def test_a_browser_of_1200_pixels_shows_every_column(all_results, tmp_path):
     all_results[0].rows[0].workers = 16  # so that this column is shown, too
     page = html(all_results, tmp_path)
     (tmp_path / "page.html").write_text(page.replace("</body>", f"{MEASURE}</body>"))

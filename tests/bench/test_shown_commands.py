@@ -1,7 +1,5 @@
 """Commands of benchmarks, as pages show them, are what the benchmarks take; none is run here."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib import import_module
@@ -27,7 +25,7 @@ SHOWN = sorted(
 
 
 @pytest.mark.parametrize(("module", "arguments"), SHOWN)
-def test_a_benchmark_takes_the_arguments_that_are_shown(module: str, arguments: str) -> None:
+def test_a_benchmark_takes_the_arguments_that_are_shown(module, arguments):
     app = typer.Typer()
     app.command()(import_module(module).main)
     typer.main.get_command(app).make_context(module, shlex.split(arguments))

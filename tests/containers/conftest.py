@@ -1,14 +1,12 @@
 """The two images, built once."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.containers import images
 
 
 @pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory) -> None:
+def base(tmp_path_factory):
     """Skip where images can neither be built nor run."""
     try:
         images.check_tools()
@@ -18,10 +16,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(scope="session")
-def reducer_image(base: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+def reducer_image(base, tmp_path_factory):
     return images.build("reducer", tmp_path_factory.mktemp("reducer"))
 
 
 @pytest.fixture(scope="session")
-def worker_image(base: None, tmp_path_factory: pytest.TempPathFactory) -> str:
+def worker_image(base, tmp_path_factory):
     return images.build("worker", tmp_path_factory.mktemp("worker"))

@@ -5,8 +5,6 @@ mirror that this machine's apt uses; everything else is what the Dockerfiles say
 configuration goes in as a build secret, and folders that it names are mounted.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -28,7 +26,7 @@ class Unavailable(RuntimeError):  # noqa: N818 (it is a condition of the machine
     """What is needed cannot be had here; the message says what."""
 
 
-def check_tools() -> None:
+def check_tools():
     """Raise `Unavailable` where images cannot be built and run."""
     if os.geteuid() != 0:
         raise Unavailable("needs root, for containers on hosts of a lab")
@@ -39,7 +37,7 @@ def check_tools() -> None:
         raise Unavailable("the kernel refuses namespaces")
 
 
-def make_base(folder: Path) -> None:
+def make_base(folder):
     """Import a Debian from apt's mirror as `BASE`, unless an earlier run has.
 
     Raises:
@@ -68,7 +66,7 @@ def make_base(folder: Path) -> None:
     shutil.rmtree(root)
 
 
-def build(name: str, folder: Path) -> str:
+def build(name, folder):
     """Build ``docker/NAME.Dockerfile`` and return the image's name.
 
     Raises:
@@ -88,7 +86,7 @@ def build(name: str, folder: Path) -> str:
     return image
 
 
-def mirror() -> str:
+def mirror():
     """Return where this machine's apt has Debian from.
 
     Raises:
@@ -103,7 +101,7 @@ def mirror() -> str:
     raise Unavailable("apt knows no mirror of Debian: run `apt-get update` first")
 
 
-def pip_here(folder: Path) -> tuple[dict[str, Path], list[Path]]:
+def pip_here(folder):
     """Return what pip needs here besides itself: files, by the secrets that they are, and folders.
 
     Args:

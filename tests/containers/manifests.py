@@ -1,12 +1,9 @@
 """Resources of `docker/` as they are sent to Kubernetes, and the schemas that judge them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,17 +15,17 @@ OBSERVE = DOCKER / "kubernetes/observe"
 KUBERNETES = "1.31.0"  # the oldest that is looked after; later ones take what it takes
 
 
-def read(path: str | Path) -> Any:
+def read(path):
     return yaml.safe_load((DOCKER / path).read_text())
 
 
-def check_kubernetes(resource: dict[str, Any]) -> None:
+def check_kubernetes(resource):
     """Validate a resource strictly: an unknown field is an error."""
     judge = pytest.importorskip("kubernetes_validate", reason="needs the extra `manifests`")
     judge.validate(resource, KUBERNETES, strict=True)
 
 
-def check_observed(resource: dict[str, Any]) -> None:
+def check_observed(resource):
     """Validate one that Prometheus' operator, or Grafana's sidecar, looks for."""
     if resource["kind"] == "ConfigMap":
         check_kubernetes(resource)
@@ -40,7 +37,7 @@ def check_observed(resource: dict[str, Any]) -> None:
     model.model_validate(resource, extra="forbid", by_alias=True)
 
 
-def command(name: str) -> str:
+def command(name):
     """Return the path of `helm` or `kubectl`, or skip where there is none."""
     path = shutil.which(name) or shutil.which(name, path=Path(sys.executable).parent)
     if path is None:
@@ -48,7 +45,7 @@ def command(name: str) -> str:
     return path
 
 
-def kustomized(folder: Path) -> list[dict[str, Any]]:
+def kustomized(folder):
     """Return the resources that `kubectl apply -k` sends."""
     argv = [command("kubectl"), "kustomize", folder]
     done = subprocess.run(argv, capture_output=True, check=True)

@@ -1,17 +1,8 @@
 """Containers on the hosts of a lab, run by podman and runc."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from lab import Host, Lab
 
 LOG_S = 120.0
 # Limits that this user may set: podman's own are higher than some machines allow. Logs go to files,
@@ -22,15 +13,15 @@ OPTIONS = ["--ulimit=nofile=1024:1024", "--ulimit=nproc=4000:4000", "--log-drive
 class Container:
     """A container that runs, until the end of its `contained` block."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name = name
 
-    def logs(self) -> str:
+    def logs(self):
         """Return what it has printed so far."""
         done = podman("logs", self.name)
         return done.stdout + done.stderr
 
-    def wait_for(self, words: str) -> str:
+    def wait_for(self, words):
         """Wait until it has printed these words, and return all that it has printed."""
         deadline = time.monotonic() + LOG_S
         while words not in (text := self.logs()):
@@ -39,45 +30,35 @@ class Container:
             time.sleep(0.2)
         return text
 
-    def state(self, field: str) -> str:
+    def state(self, field):
         """Return a field of its state, such as ``Running`` or ``ExitCode``."""
         return podman("inspect", "--format", f"{{{{.State.{field}}}}}", self.name).stdout.strip()
 
-    def execute(self, *argv: str) -> subprocess.CompletedProcess[str]:
+    def execute(self, *argv):
         """Run a command in it."""
         return podman("exec", self.name, *argv)
 
-    def healthy(self) -> bool:
+    def healthy(self):
         """Run its image's health check."""
         return podman("healthcheck", "run", self.name).returncode == 0
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill it, and wait until it is gone."""
         podman("kill", "--signal=KILL", self.name)
         podman("wait", self.name)
 
-    def stop(self, grace_s: int = 30) -> int:
+    def stop(self, grace_s=30):
         """Send it SIGTERM, and SIGKILL after a grace; return its exit code."""
         podman("stop", f"--time={grace_s}", self.name)
         return int(self.state("ExitCode"))
 
-    def wait(self) -> int:
+    def wait(self):
         """Wait until it ends by itself; return its exit code."""
         return int(podman("wait", self.name).stdout)
 
 
 @contextmanager
-def contained(
-    lab: Lab,
-    host: Host,
-    image: str,
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    volumes: Mapping[Path, str] | None = None,
-    options: Sequence[str] = (),
-    name: str = "",
-) -> Iterator[Container]:
+def contained(lab, host, image, argv, *, env=None, volumes=None, options=(), name=""):
     """Run an image on a host of a lab, where all hosts' names resolve, as they do in a cluster."""
     name = f"{name or host.name}-{time.monotonic_ns()}"
     command = ["run", "--detach", f"--name={name}", f"--hostname={host.name}", *OPTIONS, *options]
@@ -93,13 +74,13 @@ def contained(
         podman("rm", "--force", "--time=0", name)
 
 
-def run(image: str, *argv: str, entrypoint: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(image, *argv, entrypoint=None):
     """Run an image to its end, without a network."""
     options = [] if entrypoint is None else [f"--entrypoint={entrypoint}"]
     return podman("run", "--rm", "--network=none", *OPTIONS, *options, image, *argv)
 
 
-def podman(*arguments: str) -> subprocess.CompletedProcess[str]:
+def podman(*arguments):
     """Run podman with a runtime that also works where cgroups are of both versions."""
     command = ["podman", "--runtime=runc", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)

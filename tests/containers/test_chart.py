@@ -3,14 +3,11 @@
 It is held against the kustomization, against Kubernetes' schemas and against what a reducer takes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 from subprocess import PIPE
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,11 +27,6 @@ from tests.containers.manifests import (
     read,
     yaml,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from subprocess import CompletedProcess
 
 CHART = DOCKER / "helm/reducer"
 NAMESPACE = "reduction-server"
@@ -81,11 +73,11 @@ ALL = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CompletedProcess[str]]:
+def helm(tmp_path_factory):
     """Helm's command, which takes `values` besides its arguments."""
     path = command("helm")
 
-    def run(*argv: object, values: dict[str, Any] | None = None) -> CompletedProcess[str]:
+    def run(*argv, values=None):
         if values is None:
             return run_command(path, *argv)
         file = tmp_path_factory.mktemp("values") / "values.yaml"
@@ -96,12 +88,10 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CompletedPro
 
 
 @pytest.fixture(scope="module")
-def render(helm: Callable[..., CompletedProcess[str]]) -> Callable[..., list[dict[str, Any]]]:
+def render(helm):
     """Return what `helm template` prints."""
 
-    def run(
-        values: dict[str, Any] | None = None, release: str = "reducer", chart: Path = CHART
-    ) -> list[dict[str, Any]]:
+    def run(values=None, release="reducer", chart=CHART):
         done = helm("template", release, chart, "--namespace", NAMESPACE, values=values)
         assert done.returncode == 0, done.stderr
         return list(yaml.safe_load_all(done.stdout))
@@ -109,17 +99,16 @@ def render(helm: Callable[..., CompletedProcess[str]]) -> Callable[..., list[dic
     return run
 
 
-def by_kind(resources: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def by_kind(resources):
     assert len({resource["kind"] for resource in resources}) == len(resources)
     return {resource["kind"]: resource for resource in resources}
 
 
-def pod_of(resources: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    pod: dict[str, Any] = resources["StatefulSet"]["spec"]["template"]["spec"]
-    return pod
+def pod_of(resources):
+    return resources["StatefulSet"]["spec"]["template"]["spec"]
 
 
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value, path=""):
     """Return all that is in a resource, with the path to it."""
     if isinstance(value, dict) and value:
         for key, one in value.items():
@@ -169,9 +158,7 @@ DIFFERENCES = {
 }
 
 
-def test_it_says_what_the_kustomization_says(
-    render: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_it_says_what_the_kustomization_says(render):
     theirs, ours = (
         {(kind, path): value for kind, one in by_kind(all_).items() for path, value in leaves(one)}
         for all_ in (kustomized(POOL), render())
@@ -184,7 +171,7 @@ def test_it_says_what_the_kustomization_says(
     } == {place: pair for pairs in DIFFERENCES.values() for place, pair in pairs.items()}
 
 
-def test_its_defaults_are_the_reducers() -> None:
+def test_its_defaults_are_the_reducers():
     values = read(CHART / "values.yaml")
     fields = ReducerConfig.model_fields
     assert values["threads"] == fields["threads"].default
@@ -194,16 +181,12 @@ def test_its_defaults_are_the_reducers() -> None:
 
 
 @ALL
-def test_kubernetes_and_the_operator_take_it(
-    values: dict[str, Any], render: Callable[..., list[dict[str, Any]]]
-) -> None:
+def test_kubernetes_and_the_operator_take_it(values, render):
     for resource in render(values):
         (check_observed if resource["kind"] in OPERATORS else check_kubernetes)(resource)
 
 
-def test_the_operators_schema_knows_a_misspelt_field(
-    render: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_the_operators_schema_knows_a_misspelt_field(render):
     monitor = by_kind(render(DIFFERENT))["PodMonitor"]
     monitor["spec"]["podMetricsEndpoints"][0]["ports"] = "http"
     with pytest.raises(ValueError, match="ports"):
@@ -211,18 +194,14 @@ def test_the_operators_schema_knows_a_misspelt_field(
 
 
 @ALL
-def test_lint_has_nothing_to_say(
-    values: dict[str, Any], helm: Callable[..., CompletedProcess[str]]
-) -> None:
+def test_lint_has_nothing_to_say(values, helm):
     done = helm("lint", "--strict", CHART, values=values)
     assert done.returncode == 0, done.stdout
     assert "[WARNING]" not in done.stdout
 
 
 @ALL
-def test_no_value_gives_a_reducer_rights(
-    values: dict[str, Any], render: Callable[..., list[dict[str, Any]]]
-) -> None:
+def test_no_value_gives_a_reducer_rights(values, render):
     pod = pod_of(by_kind(render(values)))
     theirs = read(POOL / "statefulset.yaml")["spec"]["template"]["spec"]
     assert pod["securityContext"] == theirs["securityContext"]
@@ -234,7 +213,7 @@ def test_no_value_gives_a_reducer_rights(
         assert container[probe] == same[probe]
 
 
-def test_values_arrive(render: Callable[..., list[dict[str, Any]]]) -> None:
+def test_values_arrive(render):
     found = by_kind(render(DIFFERENT))
     assert found["StatefulSet"]["spec"]["replicas"] == 3
     pod = pod_of(found)
@@ -260,7 +239,7 @@ def test_values_arrive(render: Callable[..., list[dict[str, Any]]]) -> None:
     assert annotations == DIFFERENT["podAnnotations"]
 
 
-def test_the_values_in_the_docs(render: Callable[..., list[dict[str, Any]]]) -> None:
+def test_the_values_in_the_docs(render):
     page = (DOCKER.parent / "docs/deployment.md").read_text().partition("\n### With Helm\n")[2]
     (text,) = re.findall("```yaml\n(.*?)```", page.partition("\n## ")[0], re.DOTALL)
     found = by_kind(render(yaml.safe_load(text)))
@@ -271,26 +250,24 @@ def test_the_values_in_the_docs(render: Callable[..., list[dict[str, Any]]]) -> 
     assert container["args"][-2:] == ["--drain-timeout=30s", "--job-memory-limit=8GiB"]
 
 
-def test_values_for_a_nodes_own_network(render: Callable[..., list[dict[str, Any]]]) -> None:
+def test_values_for_a_nodes_own_network(render):
     found = by_kind(render(OF_THE_HOST))
     assert "NetworkPolicy" not in found
     pod = pod_of(found)
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
     (container,) = pod["containers"]
-    assert container["image"] == f"REGISTRY/reducer@{OF_THE_HOST['image']['digest']}"  # type: ignore[index]
+    assert container["image"] == f"REGISTRY/reducer@{OF_THE_HOST['image']['digest']}"
     assert container["resources"] == OF_THE_HOST["resources"]
 
 
-def test_an_annotation_beats_the_charts(render: Callable[..., list[dict[str, Any]]]) -> None:
+def test_an_annotation_beats_the_charts(render):
     given = {"podAnnotations": {"prometheus.io/scrape": "false"}}
     template = by_kind(render(given))["StatefulSet"]["spec"]["template"]
     expected = {"prometheus.io/scrape": "false", "prometheus.io/port": "9090"}
     assert template["metadata"]["annotations"] == expected
 
 
-def test_a_reducer_takes_its_arguments(
-    render: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_a_reducer_takes_its_arguments(render, tmp_path):
     """All settings that are on, with this machine's addresses and keys in place of a pod's."""
     (container,) = pod_of(by_kind(render(DIFFERENT)))["containers"]
     serve, *options = container["args"]
@@ -316,9 +293,7 @@ def test_a_reducer_takes_its_arguments(
 # -- what is watched ------------------------------------------------------------------------------
 
 
-def test_the_operator_watches_what_it_does_beside_the_kustomization(
-    render: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_the_operator_watches_what_it_does_beside_the_kustomization(render):
     values = {"podMonitor": {"enabled": True}, "prometheusRule": {"enabled": True}}
     found = by_kind(render(values, "fast"))
     monitor, rule = found["PodMonitor"]["spec"], found["PrometheusRule"]["spec"]
@@ -335,9 +310,7 @@ def test_the_operator_watches_what_it_does_beside_the_kustomization(
     assert f'up{{job="{labels[monitor["jobLabel"]]}"}} == 0' in down["expr"]
 
 
-def test_what_is_watched_has_the_labels_that_an_operator_asks_for(
-    render: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_what_is_watched_has_the_labels_that_an_operator_asks_for(render):
     found = by_kind(render(DIFFERENT))
     for kind in OPERATORS:
         assert found[kind]["metadata"]["labels"]["release"] == "watch"
@@ -348,7 +321,7 @@ def test_what_is_watched_has_the_labels_that_an_operator_asks_for(
 # -- releases -------------------------------------------------------------------------------------
 
 
-def test_the_notes_name_the_reducers(helm: Callable[..., CompletedProcess[str]]) -> None:
+def test_the_notes_name_the_reducers(helm):
     arguments = ("--namespace", NAMESPACE, "--dry-run=client")
     done = helm("install", "fast", CHART, *arguments, values={"replicas": 3})
     if "cluster unreachable" in done.stderr:
@@ -368,9 +341,7 @@ def test_the_notes_name_the_reducers(helm: Callable[..., CompletedProcess[str]])
     assert "image.repository is not set" in notes
 
 
-def test_two_releases_in_a_namespace_are_two_pools(
-    render: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_two_releases_in_a_namespace_are_two_pools(render):
     first, second = (by_kind(render(DIFFERENT, release)) for release in ("reducer", "other"))
     for kind, one in first.items():
         assert one["metadata"]["name"] == "reducer"
@@ -384,27 +355,19 @@ def test_two_releases_in_a_namespace_are_two_pools(
             assert (asked.items() <= labels.items()) is finds, kind
 
 
-def test_a_long_name_leaves_room_for_what_kubernetes_adds(
-    render: Callable[..., list[dict[str, Any]]],
-) -> None:
+def test_a_long_name_leaves_room_for_what_kubernetes_adds(render):
     found = by_kind(render(release="r" * 53))  # Helm takes no longer one
     assert len(found["StatefulSet"]["metadata"]["name"]) <= 63 - len("-5d8c7b9f4d")
 
 
-def test_a_package_of_it_renders_the_same(
-    helm: Callable[..., CompletedProcess[str]],
-    render: Callable[..., list[dict[str, Any]]],
-    tmp_path: Path,
-) -> None:
+def test_a_package_of_it_renders_the_same(helm, render, tmp_path):
     version = read(CHART / "Chart.yaml")["version"]
     helm("package", CHART, "--destination", tmp_path).check_returncode()
     package = tmp_path / f"reducer-{version}.tgz"
     assert render(DIFFERENT, chart=package) == render(DIFFERENT)
 
 
-def test_another_chart_may_depend_on_it(
-    render: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_another_chart_may_depend_on_it(render, tmp_path):
     """It gets values from the other one, and what Helm calls global."""
     (tmp_path / "Chart.yaml").write_text(
         yaml.safe_dump(
@@ -452,22 +415,20 @@ def test_another_chart_may_depend_on_it(
     ],
     ids=str,
 )
-def test_what_is_wrong_is_named(
-    values: dict[str, Any], named: str, helm: Callable[..., CompletedProcess[str]]
-) -> None:
+def test_what_is_wrong_is_named(values, named, helm):
     done = helm("template", "reducer", CHART, values=values)
     assert done.returncode != 0
     assert re.search(rf"\b{re.escape(named)}\b", done.stderr), done.stderr
     assert done.stdout == ""
 
 
-def test_an_older_kubernetes_is_refused(helm: Callable[..., CompletedProcess[str]]) -> None:
+def test_an_older_kubernetes_is_refused(helm):
     done = helm("template", "reducer", CHART, "--kube-version", "1.30.9")
     assert done.returncode != 0
     assert KUBERNETES in done.stderr
 
 
-def schemas(schema: dict[str, Any], values: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def schemas(schema, values):
     """Return the schema of every object that refuses unknown keys, with its default."""
     yield schema, values
     for name, one in schema["properties"].items():
@@ -475,7 +436,7 @@ def schemas(schema: dict[str, Any], values: dict[str, Any]) -> Iterator[tuple[An
             yield from schemas(one, values[name])
 
 
-def test_the_schema_knows_all_values_and_no_others() -> None:
+def test_the_schema_knows_all_values_and_no_others():
     schema = json.loads((CHART / "values.schema.json").read_text())
     found = list(schemas(schema, read(CHART / "values.yaml")))
     assert len(found) == 5

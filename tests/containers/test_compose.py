@@ -4,21 +4,15 @@ It does what an engine for Compose does with the keys that the file has, in the 
 `depends_on` asks for.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lab import Lab
 from tests.containers.images import ROOT
-from tests.containers.podman import Container, contained
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.containers.podman import contained
 
 pytestmark = pytest.mark.timeout(1200)  # it may have to build the images
 
@@ -27,19 +21,19 @@ KNOWN = {"build", "cap_drop", "command", "depends_on", "environment", "healthche
 KNOWN |= {"image", "networks", "read_only", "security_opt", "volumes"}
 
 
-def options(service: dict[str, Any]) -> list[str]:
+def options(service):
     """Return what podman calls a service's rights."""
     said = ["--read-only", "--read-only-tmpfs=false"] if service.get("read_only") else []
     said += [f"--cap-drop={right.lower()}" for right in service.get("cap_drop", ())]
     return said + [f"--security-opt={option}" for option in service.get("security_opt", ())]
 
 
-def volumes(service: dict[str, Any]) -> dict[Path, str]:
+def volumes(service):
     pairs = (volume.split(":", 1) for volume in service.get("volumes", ()))
     return {(ROOT / "docker" / source).resolve(): target for source, target in pairs}
 
 
-def wait_until_healthy(container: Container, check: dict[str, Any]) -> None:
+def wait_until_healthy(container, check):
     kind, *command = check["test"]
     assert kind == "CMD"
     deadline = time.monotonic() + READY_S
@@ -48,7 +42,7 @@ def wait_until_healthy(container: Container, check: dict[str, Any]) -> None:
         time.sleep(0.5)
 
 
-def test_the_services_train_together(base: None, reducer_image: str, worker_image: str) -> None:
+def test_the_services_train_together(base, reducer_image, worker_image):
     yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
     project = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
     # Without a profile: the others watch these, and are images of others.
@@ -61,7 +55,7 @@ def test_the_services_train_together(base: None, reducer_image: str, worker_imag
     with Lab(hosts=len(services)) as lab, ExitStack() as stack:
         hosts = dict(zip(order, lab.hosts, strict=True))
         names = [f"--add-host={name}:{host.address}" for name, host in hosts.items()]
-        running: dict[str, Container] = {}
+        running = {}
         for name in order:
             service = services[name]
             assert set(service) <= KNOWN

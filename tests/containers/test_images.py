@@ -1,7 +1,5 @@
 """Images built from their Dockerfiles: what is in them, and one job of containers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,17 +7,13 @@ import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import reducer
-from lab import Host, Lab
+from lab import Lab
 from reducer.commands.keygen import keygen
-from tests.containers.podman import Container, contained, podman, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from tests.containers.podman import contained, podman, run
 
 pytestmark = pytest.mark.timeout(1200)  # the first of these tests builds an image
 
@@ -35,14 +29,14 @@ IMAGES_USER = 10001
 USED_BYTES = 1_000_000  # far more than hellos and heartbeats take
 
 
-def about(image: str) -> dict[str, Any]:
+def about(image):
     (found,) = json.loads(podman("image", "inspect", image).stdout)
     print(f"\n{image}: {found['Size'] / 1e6:.0f} MB")  # noqa: T201 (with -s)
     return found
 
 
 @pytest.fixture
-def lab(base: None) -> Iterator[Lab]:
+def lab(base):
     with Lab(hosts=4, mbit=MBIT) as lab:
         yield lab
 
@@ -50,7 +44,7 @@ def lab(base: None) -> Iterator[Lab]:
 # -- what they are --------------------------------------------------------------------------------
 
 
-def test_the_reducers_image_is_small_and_asks_for_no_rights(reducer_image: str) -> None:
+def test_the_reducers_image_is_small_and_asks_for_no_rights(reducer_image):
     image = about(reducer_image)
     assert image["Size"] < LARGEST_REDUCER
     assert image["Config"]["User"] == "10001:10001"
@@ -62,7 +56,7 @@ def test_the_reducers_image_is_small_and_asks_for_no_rights(reducer_image: str) 
         assert f"No module named '{absent}'" in said
 
 
-def test_the_workers_image_has_torch_and_both_commands(worker_image: str) -> None:
+def test_the_workers_image_has_torch_and_both_commands(worker_image):
     image = about(worker_image)
     assert image["Config"]["User"] == "10001:10001"
     assert image["Labels"]["org.opencontainers.image.version"] == reducer.__version__
@@ -74,7 +68,7 @@ def test_the_workers_image_has_torch_and_both_commands(worker_image: str) -> Non
 # -- a reducer's container ------------------------------------------------------------------------
 
 
-def test_a_reducer_serves_with_no_rights_at_all(lab: Lab, reducer_image: str) -> None:
+def test_a_reducer_serves_with_no_rights_at_all(lab, reducer_image):
     with contained(
         lab, lab.hosts[0], reducer_image, ["serve"], env=INSECURE, options=LOCKED
     ) as server:
@@ -85,16 +79,14 @@ def test_a_reducer_serves_with_no_rights_at_all(lab: Lab, reducer_image: str) ->
         assert server.stop() == 0
 
 
-def test_a_reducer_that_answers_no_probe_is_not_healthy(lab: Lab, reducer_image: str) -> None:
+def test_a_reducer_that_answers_no_probe_is_not_healthy(lab, reducer_image):
     env = {**INSECURE, "REDUCTION_HTTP": "0.0.0.0:9091"}
     with contained(lab, lab.hosts[0], reducer_image, ["serve"], env=env) as server:
         server.wait_for("reducer ready on ")
         assert not server.healthy()
 
 
-def test_a_reducer_does_not_serve_strangers_unless_it_is_told_to(
-    lab: Lab, reducer_image: str
-) -> None:
+def test_a_reducer_does_not_serve_strangers_unless_it_is_told_to(lab, reducer_image):
     with contained(lab, lab.hosts[0], reducer_image, ["serve"], options=LOCKED) as server:
         assert server.wait() == 2
         assert "--insecure" in server.logs()
@@ -104,7 +96,7 @@ def test_a_reducer_does_not_serve_strangers_unless_it_is_told_to(
 
 
 @pytest.fixture
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def keys(tmp_path_factory):
     """Make the keys of a pool and of one job, which the images' users can read, and they alone."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keygen(keys, ["digits"])
@@ -116,14 +108,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Job:
     """Reducers on the first two hosts of a lab, and workers on the other two, all with keys."""
 
-    def __init__(
-        self, lab: Lab, images: tuple[str, str], signals: Path, keys: Path, stack: ExitStack
-    ) -> None:
+    def __init__(self, lab, images, signals, keys, stack):
         self._lab, self._signals, self._keys, self._stack = lab, signals, keys, stack
         self._reducer_image, self._worker_image = images
         self.pool = [self.start_reducer(host) for host in lab.hosts[:2]]
 
-    def start_reducer(self, host: Host, argv: Sequence[str] = ("serve",)) -> Container:
+    def start_reducer(self, host, argv=("serve",)):
         """Start a reducer's container on a host, and wait until it serves."""
         server = contained(
             self._lab,
@@ -138,7 +128,7 @@ class Job:
         started.wait_for("reducer ready on ")
         return started
 
-    def start_workers(self, *arguments: str) -> list[Container]:
+    def start_workers(self, *arguments):
         """Start both workers' containers."""
         servers, workers = self._lab.hosts[:2], self._lab.hosts[2:]
         command = ["torchrun", f"--nnodes={len(workers)}", f"--master-addr={workers[0].name}"]
@@ -167,7 +157,7 @@ class Job:
         ]
 
 
-def outcome(workers: list[Container]) -> tuple[int, str, int]:
+def outcome(workers):
     """Wait for the end of a training; return its steps, its weights, and reducers lost."""
     said = set()
     for worker in workers:
@@ -180,7 +170,7 @@ def outcome(workers: list[Container]) -> tuple[int, str, int]:
     return said.pop()
 
 
-def received(host: Host) -> int:
+def received(host):
     """Return the bytes that a host's network card has received."""
     command = ["ip", "-n", host.name, "-j", "-s", "link", "show", "eth0"]
     (card,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -188,16 +178,12 @@ def received(host: Host) -> int:
 
 
 @pytest.fixture
-def job(
-    lab: Lab, reducer_image: str, worker_image: str, tmp_path: Path, keys: Path
-) -> Iterator[Job]:
+def job(lab, reducer_image, worker_image, tmp_path, keys):
     with ExitStack() as stack:
         yield Job(lab, (reducer_image, worker_image), tmp_path, keys, stack)
 
 
-def test_a_reducers_container_is_killed_and_replaced_while_others_train(
-    job: Job, lab: Lab, tmp_path: Path
-) -> None:
+def test_a_reducers_container_is_killed_and_replaced_while_others_train(job, lab, tmp_path):
     tmp_path.chmod(0o755)
     host = lab.hosts[0]
     workers = job.start_workers()
@@ -218,7 +204,7 @@ def test_a_reducers_container_is_killed_and_replaced_while_others_train(
     assert outcome(job.start_workers(str(steps))) == (steps, weights, 0)
 
 
-def wait_until_ready(server: Container, pod: dict[str, Any]) -> None:
+def wait_until_ready(server, pod):
     """Probe a reducer as a kubelet does: first whether it has started, then whether it is ready."""
     ports = {port["name"]: port["containerPort"] for port in pod["ports"]}
     for name in ("startupProbe", "readinessProbe"):
@@ -233,9 +219,7 @@ def wait_until_ready(server: Container, pod: dict[str, Any]) -> None:
             pytest.fail(f"{name}: {server.logs()}")
 
 
-def test_a_rolling_update_of_the_statefulset_costs_no_step(
-    job: Job, lab: Lab, tmp_path: Path
-) -> None:
+def test_a_rolling_update_of_the_statefulset_costs_no_step(job, lab, tmp_path):
     """With its arguments, its probes and its grace: from the last one to the first, twice."""
     yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
     stateful = yaml.safe_load((DOCKER / "kubernetes/pool/statefulset.yaml").read_text())["spec"]

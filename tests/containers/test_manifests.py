@@ -6,15 +6,12 @@ Grafana's in `grafana-foundation-sdk`, Compose's in `compose-spec`, Vertex AI's 
 their clients.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
 import runpy
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,7 +27,7 @@ from tests.containers.manifests import (
 )
 
 
-def check_model(name: str, resource: dict[str, Any]) -> None:
+def check_model(name, resource):
     """Validate one of JobSet's or the Trainer's, and each job in it as Kubernetes does."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs `manifests`")
     spec = resource["spec"]
@@ -45,7 +42,7 @@ def check_model(name: str, resource: dict[str, Any]) -> None:
     getattr(models, name).model_validate(resource, extra="forbid", by_alias=True)
 
 
-def pods() -> list[tuple[str, dict[str, Any]]]:
+def pods():
     """Return every pod that runs a reducer or a worker, with the file that it is in."""
     found = [("pool", read("kubernetes/pool/statefulset.yaml")["spec"]["template"]["spec"])]
     for path, keys in (
@@ -66,11 +63,11 @@ def pods() -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     "path", sorted(path.name for path in POOL.glob("*.yaml") if path.stem != "kustomization")
 )
-def test_the_shared_pool(path: str) -> None:
+def test_the_shared_pool(path):
     check_kubernetes(read(POOL / path))
 
 
-def test_the_schema_knows_a_misspelt_field() -> None:
+def test_the_schema_knows_a_misspelt_field():
     resource = read(POOL / "statefulset.yaml")
     resource["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
     judge = pytest.importorskip("kubernetes_validate", reason="needs the extra `manifests`")
@@ -78,7 +75,7 @@ def test_the_schema_knows_a_misspelt_field() -> None:
         check_kubernetes(resource)
 
 
-def test_the_shared_pool_as_kustomize_prints_it() -> None:
+def test_the_shared_pool_as_kustomize_prints_it():
     resources = kustomized(POOL)
     listed = read(POOL / "kustomization.yaml")["resources"]
     assert len(resources) == len(listed)
@@ -90,7 +87,7 @@ def test_the_shared_pool_as_kustomize_prints_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["servicemonitor", "prometheusrule"])
-def test_what_prometheus_operator_takes(name: str) -> None:
+def test_what_prometheus_operator_takes(name):
     resource = read(OBSERVE / f"{name}.yaml")
     check_observed(resource)
     resource["spec"]["misspelt"] = {}
@@ -98,7 +95,7 @@ def test_what_prometheus_operator_takes(name: str) -> None:
         check_observed(resource)
 
 
-def test_what_observes_the_pool_as_kustomize_prints_it() -> None:
+def test_what_observes_the_pool_as_kustomize_prints_it():
     resources = {resource["kind"]: resource for resource in kustomized(OBSERVE)}
     assert set(resources) == {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
     for resource in resources.values():
@@ -110,15 +107,15 @@ def test_what_observes_the_pool_as_kustomize_prints_it() -> None:
     assert dashboards["data"] == {"reducers.json": (DOCKER / "grafana/reducers.json").read_text()}
 
 
-def test_a_pool_of_a_jobs_own() -> None:
+def test_a_pool_of_a_jobs_own():
     check_model("JobsetV1alpha2JobSet", read("kubernetes/job/jobset.yaml"))
 
 
-def test_the_trainers_runtime() -> None:
+def test_the_trainers_runtime():
     check_model("TrainerV1alpha1ClusterTrainingRuntime", read("kubernetes/kubeflow/runtime.yaml"))
 
 
-def test_the_trainers_job() -> None:
+def test_the_trainers_job():
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs `manifests`")
     job = read("kubernetes/kubeflow/trainjob.yaml")
     models.TrainerV1alpha1TrainJob.model_validate(job, extra="forbid", by_alias=True)
@@ -126,14 +123,14 @@ def test_the_trainers_job() -> None:
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
 
 
-def test_the_models_know_a_misspelt_field() -> None:
+def test_the_models_know_a_misspelt_field():
     jobset = read("kubernetes/job/jobset.yaml")
     jobset["spec"]["successPolicies"] = jobset["spec"].pop("successPolicy")
     with pytest.raises(ValueError, match="successPolicies"):
         check_model("JobsetV1alpha2JobSet", jobset)
 
 
-def lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
+def lost(ours, theirs, path=""):
     """Return where something of ours is missing, or another one, in what a model made of it."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         return [
@@ -147,7 +144,7 @@ def lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
     return [] if ours == theirs else [path]
 
 
-def test_the_dashboard() -> None:
+def test_the_dashboard():
     models = pytest.importorskip(
         "grafana_foundation_sdk.models.dashboard", reason="needs the extra `manifests`"
     )
@@ -155,7 +152,7 @@ def test_the_dashboard() -> None:
 
     plugins.register_default_plugins()  # so that it knows what kinds of panels there are
 
-    def made_of(dashboard: Any) -> Any:
+    def made_of(dashboard):
         return json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(dashboard)))
 
     dashboard = json.loads((DOCKER / "grafana/reducers.json").read_text())
@@ -168,7 +165,7 @@ def test_the_dashboard() -> None:
     ]
 
 
-def test_compose() -> None:
+def test_compose():
     models = pytest.importorskip("compose_spec.models", reason="needs the extra `manifests`")
     project = read("compose.yaml")
     shared = {name: project.pop(name) for name in list(project) if name.startswith("x-")}
@@ -181,7 +178,7 @@ def test_compose() -> None:
 
 
 @pytest.mark.timeout(300)  # the client is large
-def test_vertex() -> None:
+def test_vertex():
     types = pytest.importorskip("google.cloud.aiplatform_v1.types", reason="needs `clouds`")
     json_format = pytest.importorskip("google.protobuf.json_format", reason="needs `clouds`")
     spec = read("vertex/custom-job.yaml")
@@ -196,7 +193,7 @@ def test_vertex() -> None:
 
 @pytest.mark.timeout(300)  # the client is large
 @pytest.mark.filterwarnings("ignore")  # its own, about its dependencies
-def test_azure(tmp_path: Path) -> None:
+def test_azure(tmp_path):
     client = pytest.importorskip("azure.ai.ml", reason="needs the extra `clouds`")
     text = (DOCKER / "azureml/job.yml").read_text()
     (tmp_path / "src").mkdir()  # a user's own, whose existence the client checks
@@ -211,14 +208,14 @@ def test_azure(tmp_path: Path) -> None:
         client.load_job(path)
 
 
-def test_slurm() -> None:
+def test_slurm():
     subprocess.run(["bash", "-n", DOCKER / "slurm/train.sbatch"], check=True)
 
 
 # -- by what they have to agree on ----------------------------------------------------------------
 
 
-def test_every_pod_runs_without_rights() -> None:
+def test_every_pod_runs_without_rights():
     assert len(pods()) == 5
     for path, pod in pods():
         assert pod["securityContext"]["runAsNonRoot"] is True, path
@@ -231,7 +228,7 @@ def test_every_pod_runs_without_rights() -> None:
             assert rights["capabilities"] == {"drop": ["ALL"]}, path
 
 
-def test_probes_ask_where_reducers_answer() -> None:
+def test_probes_ask_where_reducers_answer():
     containers = [pod["containers"][0] for _, pod in pods()]
     reducers = [container for container in containers if container["name"] == "reducer"]
     assert len(reducers) == 3
@@ -245,7 +242,7 @@ def test_probes_ask_where_reducers_answer() -> None:
         assert f"--keys={keys['mountPath']}" in container["args"]
 
 
-def test_workers_of_a_jobset_know_its_reducers_by_name() -> None:
+def test_workers_of_a_jobset_know_its_reducers_by_name():
     jobset = read("kubernetes/job/jobset.yaml")
     name, spec = jobset["metadata"]["name"], jobset["spec"]
     reducers, workers = spec["replicatedJobs"]
@@ -259,7 +256,7 @@ def test_workers_of_a_jobset_know_its_reducers_by_name() -> None:
     assert int(env["PET_NNODES"]) == workers["template"]["spec"]["completions"]
 
 
-def test_the_monitor_finds_the_pool() -> None:
+def test_the_monitor_finds_the_pool():
     monitor, service = read(OBSERVE / "servicemonitor.yaml"), read(POOL / "service.yaml")
     assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
     ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
@@ -271,7 +268,7 @@ def test_the_monitor_finds_the_pool() -> None:
     assert f'up{{job="{scraped["job_name"]}"}}' in (OBSERVE / "prometheusrule.yaml").read_text()
 
 
-def test_kubernetes_has_the_alerts_that_prometheus_has() -> None:
+def test_kubernetes_has_the_alerts_that_prometheus_has():
     made = runpy.run_path(str(DOCKER / "prometheus/make_prometheusrule.py"))["made"]()
     stale = [str(path) for path, text in made.items() if path.read_text() != text]
     assert stale == [], "run: python3 docker/prometheus/make_prometheusrule.py"
@@ -280,12 +277,12 @@ def test_kubernetes_has_the_alerts_that_prometheus_has() -> None:
     assert read("helm/reducer/reducers.rules.yaml") == rules
 
 
-def test_compose_observes_its_reducers() -> None:
+def test_compose_observes_its_reducers():
     project = read("compose.yaml")
     services = project["services"]
     observers = {name for name, service in services.items() if "profiles" in service}
     assert observers == {"prometheus", "grafana"}
-    mounted: dict[str, Path] = {}
+    mounted = {}
     for name in observers:
         service = services[name]
         assert service["profiles"] == ["observe"]
@@ -313,7 +310,7 @@ def test_compose_observes_its_reducers() -> None:
     assert str(Path(home).parent) == provider["options"]["path"]
 
 
-def test_both_images_name_the_version_that_they_hold() -> None:
+def test_both_images_name_the_version_that_they_hold():
     for name in ("reducer", "worker"):
         dockerfile = (DOCKER / f"{name}.Dockerfile").read_text()
         assert f"ARG VERSION={reducer.__version__}\n" in dockerfile

@@ -2,21 +2,15 @@
 evaluator on hosts of their own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 
 from lab import Lab
 from tests.containers.images import ROOT
-from tests.containers.podman import Container, contained
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from tests.containers.podman import contained
 
 pytestmark = pytest.mark.timeout(1200)  # it may have to build the image
 
@@ -31,9 +25,7 @@ else:
 SAID = re.compile(r"rank (\d): loss \S+, weights (\w+), (\d) reducers")
 
 
-def test_every_pool_runs_the_same_image_and_command(
-    base: None, worker_image: str, tmp_path: Path
-) -> None:
+def test_every_pool_runs_the_same_image_and_command(base, worker_image, tmp_path):
     yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
     job = yaml.safe_load((ROOT / "docker/vertex/custom-job.yaml").read_text())
     container = job["workerPoolSpecs"][0]["containerSpec"]
@@ -49,7 +41,7 @@ def test_every_pool_runs_the_same_image_and_command(
             for at, pool in enumerate(pools)
         }
 
-        def start(pool: int, index: int) -> Container:
+        def start(pool, index):
             task = {"type": f"workerpool{pool}", "index": index, "trial": "1"}
             spec = {"cluster": cluster, "environment": "cloud", "task": task}
             replica = contained(

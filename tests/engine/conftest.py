@@ -1,27 +1,25 @@
 """Reducers and sessions of both implementations."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engine.driven import Driven, join, joined
 from tests.engine.twins import IMPLEMENTATIONS
-from tests.engine.words import Reducer, with_ranks
+from tests.engine.words import with_ranks
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest) -> str:
+def implementation(request):
     return request.param
 
 
 @pytest.fixture
-def reducer(implementation: str) -> Reducer:
+def reducer(implementation):
     """Two ranks of one job, both welcome."""
     return with_ranks(implementation, 2)
 
 
 @pytest.fixture
-def session(implementation: str) -> Driven:
+def session(implementation):
     """Rank 1 of 2, with two reducers and chunks of 64 bytes."""
     session = Driven(implementation, 1, 2, ("a:1", "b:2"), 4096, 64)
     assert not session.joined
@@ -32,12 +30,12 @@ def session(implementation: str) -> Driven:
 
 
 @pytest.fixture
-def lone(implementation: str) -> Driven:
+def lone(implementation):
     """Rank 1 of 2, with one reducer."""
     return joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
 
 
 @pytest.fixture
-def newcomer(implementation: str) -> Driven:
+def newcomer(implementation):
     """The only rank, which has one reducer and has not joined."""
     return Driven(implementation, 0, 1, ("a:1",), 4096)

@@ -1,9 +1,5 @@
 """A session, and what its reducers say to it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
@@ -18,32 +14,32 @@ M = MessageType
 class Driven:
     """A session whose actions are followed by what its flight then sends, as the client does."""
 
-    def __init__(self, implementation: str, *given: Any, **others: Any) -> None:
+    def __init__(self, implementation, *given, **others):
         self.session = twins.session(implementation, JobSpec("job", 0, *given, **others))
         self.flight = self.session.flight
         self.links = self.session.links
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         event = getattr(self.session, name)
         if name not in {"connected", "disconnected", "submit", "tick", "close"}:
             return event
         return lambda *arguments: event(*arguments) + self.flight.refill(0.0)
 
-    def receive(self, index: int, frame: Any, payload: bytes) -> list:
+    def receive(self, index, frame, payload):
         return self.session.receive(index, frame, payload, 0.0) + self.flight.refill(0.0)
 
-    def in_flight(self, index: int) -> int:
+    def in_flight(self, index):
         return self.flight.stats(index).in_flight
 
 
-def join(session: Driven, index: int, incarnation: str = "1") -> list:
+def join(session, index, incarnation="1"):
     (hello,) = session.connected(index)
     window = Header.unpack(hello.header).window
     welcome = Header(M.WELCOME, window=window).pack()
     return session.receive(index, welcome, encode(Welcome(incarnation=incarnation)))
 
 
-def joined(implementation: str, *given: Any, incarnation: str = "1", **others: Any) -> Driven:
+def joined(implementation, *given, incarnation="1", **others):
     """A session that all its reducers have welcomed."""
     session = Driven(implementation, *given, **others)
     for link in session.links:
@@ -51,21 +47,21 @@ def joined(implementation: str, *given: Any, incarnation: str = "1", **others: A
     return session
 
 
-def operation(data: bytes | int = 256, timeout_s: float = 10.0, **others: Any) -> Operation:
+def operation(data=256, timeout_s=10.0, **others):
     """An all-reduce of bytes, or of so many zeros."""
     fields = {"dtype": DType.UINT8, "op": ReduceOp.SUM, "name": "it", **others}
     return Operation(memoryview(bytearray(data)), timeout_s=timeout_s, **fields)
 
 
-def sent(actions: list, kind: MessageType | None = None) -> list[tuple[int, Header]]:
+def sent(actions, kind=None):
     """Messages, perhaps of one kind, as (link, header)."""
     headers = [(a.link, Header.unpack(a.header)) for a in actions if isinstance(a, Send)]
     return [(link, header) for link, header in headers if kind in {None, header.type}]
 
 
-def errors(actions: list) -> list:
+def errors(actions):
     """What those hear, in order, whose all-reduces end."""
-    heard: list = []
+    heard = []
     for action in actions:
         if isinstance(action, Finish):
             action.operation.ended, action.operation.over = heard.append, False
@@ -73,11 +69,11 @@ def errors(actions: list) -> list:
     return heard
 
 
-def result(session: Driven, link: int, contribution: Header) -> list:
+def result(session, link, contribution):
     header = contribution._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
     return session.receive(link, header.pack(), b"\7" * contribution.nbytes)
 
 
-def error(session: Driven, link: int, failure: Exception, sequence: int = (1 << 64) - 1) -> list:
+def error(session, link, failure, sequence=(1 << 64) - 1):
     frame = Header(M.ERROR, sequence=sequence).pack()
     return session.receive(link, frame, encode_error(failure))

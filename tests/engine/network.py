@@ -6,26 +6,16 @@ session closes is gone with both its queues; when the reducer notices, and when 
 that its memory is not read any more, is for `prompt` to say.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
 from worker_client.protocol.flight import Finish, Reset
+from worker_client.protocol.operation import Operation
+from worker_client.protocol.session import Session
 from worker_client.protocol.spec import JobSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from reducer.engine.engine import Engine
-    from reducer.engine.rounds import Send as EngineSend
-    from worker_client.protocol.flight import Send
-    from worker_client.protocol.operation import Operation
-    from worker_client.protocol.session import Session
 
 MEMORY_LIMIT = 1 << 30
 
@@ -45,7 +35,7 @@ class Worker:
     amid: list[set[int]] = field(default_factory=list)
     present: bool = True
 
-    def number(self, operation: Operation) -> int:
+    def number(self, operation):
         """Which call this was; a question of the session's own counts in sequence numbers alone."""
         return next(at for at, mine in enumerate(self.started) if mine is operation)
 
@@ -60,14 +50,7 @@ class Network:
         prompt: whether the next such thing is noticed at once.
     """
 
-    def __init__(
-        self,
-        world_size: int,
-        reducers: int,
-        chunk_bytes: int,
-        window: int = 4096,
-        implementation: str = "compiled",
-    ) -> None:
+    def __init__(self, world_size, reducers, chunk_bytes, window=4096, implementation="compiled"):
         self.now = 0.0
         self.implementation = implementation
         addresses = tuple(f"reducer-{index}:1" for index in range(reducers))
@@ -79,32 +62,32 @@ class Network:
             for rank in range(world_size)
         ]
         pairs = [(rank, index) for rank in range(world_size) for index in range(reducers)]
-        self.up: dict[tuple[int, int], deque] = {pair: deque() for pair in pairs}
-        self.down: dict[tuple[int, int], deque] = {pair: deque() for pair in pairs}
+        self.up = {pair: deque() for pair in pairs}
+        self.down = {pair: deque() for pair in pairs}
         self.lives = dict.fromkeys(pairs, 0)  # connections that each pair has had before
-        self.cut_off: set[tuple[int, int]] = set()
-        self.was_cut: set[tuple[int, int]] = set()
-        self.later: list[Callable[[], None]] = []
-        self.prompt: Callable[[], bool] = lambda: True
+        self.cut_off = set()
+        self.was_cut = set()
+        self.later = []
+        self.prompt = lambda: True
 
-    def _serve(self, address: str) -> Served:
+    def _serve(self, address):
         return Served(self.implementation, memory_limit=MEMORY_LIMIT, address=address)
 
     @property
-    def engines(self) -> list[Engine]:
+    def engines(self):
         return [served.engine for served in self.served]
 
-    def connect(self) -> None:
+    def connect(self):
         for rank, index in self.up:
             self.do(rank, self.workers[rank].session.connected(index))
 
-    def submit(self, rank: int, operation: Operation) -> None:
+    def submit(self, rank, operation):
         worker = self.workers[rank]
         worker.amid.append(set(range(len(worker.started))) - worker.ended.keys())
         worker.started.append(operation)
         self.do(rank, worker.session.submit(operation, self.now))
 
-    def leave(self, rank: int) -> None:
+    def leave(self, rank):
         """GOODBYE: whatever was said before it still arrives, then connections end."""
         worker = self.workers[rank]
         worker.present = False
@@ -112,7 +95,7 @@ class Network:
         for index in range(len(self.served)):
             self.end_if_left(rank, index)
 
-    def lose(self, rank: int) -> None:
+    def lose(self, rank):
         """The process dies: what it had not yet delivered is gone, and the reducers notice."""
         worker = self.workers[rank]
         worker.present = False
@@ -121,7 +104,7 @@ class Network:
         for number in range(len(worker.started)):
             worker.ended.setdefault(number, LocalProtocolError("died"))
 
-    def break_off(self, rank: int, index: int, at_once: bool) -> None:
+    def break_off(self, rank, index, at_once):
         """End a connection; the reducer may notice only when it next sends something."""
         self.up[rank, index].clear()
         self.down[rank, index].clear()
@@ -131,25 +114,25 @@ class Network:
         engine = self.engines[index]
         self.notice(lambda: self.pass_on(index, engine.unreachable(old)), at_once)
 
-    def end_if_left(self, rank: int, index: int) -> None:
+    def end_if_left(self, rank, index):
         """End the connection of a rank that has left when all that it said has arrived."""
         pair = rank, index
         if not (self.workers[rank].present or self.up[pair] or pair in self.cut_off):
             self.break_off(rank, index, self.prompt())
 
-    def notice(self, event: Callable[[], None], at_once: bool) -> None:
+    def notice(self, event, at_once):
         if at_once:
             event()
         else:
             self.later.append(event)
 
-    def cut(self, rank: int, index: int, noticed: bool) -> None:
+    def cut(self, rank, index, noticed):
         """A connection breaks."""
         self.was_cut.add((rank, index))
         self.break_off(rank, index, noticed)
         self.do(rank, self.workers[rank].session.disconnected(index, "was cut"))
 
-    def restart(self, index: int) -> None:
+    def restart(self, index):
         """A reducer dies, and another one takes its place; it knows nobody."""
         self.served[index] = self._serve(self.addresses[index])
         self.engines[index].tick(self.now)
@@ -162,29 +145,29 @@ class Network:
             if self.workers[rank].present:
                 self.do(rank, self.workers[rank].session.disconnected(index, "died"))
 
-    def close(self, rank: int, index: int) -> None:
+    def close(self, rank, index):
         """The session closes a connection, broken or not; its transport then connects anew."""
         if (rank, index) not in self.cut_off:
             self.break_off(rank, index, self.prompt())
 
-    def mend(self, rank: int, index: int) -> None:
+    def mend(self, rank, index):
         """The worker's transport connects again."""
         self.cut_off.remove((rank, index))
         if self.workers[rank].present:
             self.do(rank, self.workers[rank].session.connected(index))
 
-    def calm(self) -> None:
+    def calm(self):
         """Bring every connection back, deliver and notice everything."""
         while self.waiting() or self.later or self.cut_off:
             self.deliver_all()
             for pair in sorted(self.cut_off):
                 self.mend(*pair)
 
-    def waiting(self) -> list[deque]:
+    def waiting(self):
         """Queues that hold a message, in a fixed order."""
         return [queue for side in (self.up, self.down) for queue in side.values() if queue]
 
-    def deliver(self, queue: deque) -> None:
+    def deliver(self, queue):
         """Deliver the first message of a queue."""
         header, payload = queue.popleft()
         for pair, candidate in self.up.items():
@@ -196,20 +179,20 @@ class Network:
         rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
         self.do(rank, self.workers[rank].session.receive(index, header, payload, self.now))
 
-    def drain(self, *queues: deque[Any]) -> None:
+    def drain(self, *queues):
         """Deliver all messages of some queues, of one after the other."""
         for queue in queues:
             while queue:
                 self.deliver(queue)
 
-    def deliver_all(self) -> None:
+    def deliver_all(self):
         while self.later or self.waiting():
             later, self.later = self.later, []
             for event in later:
                 event()
             self.drain(*self.waiting())
 
-    def tick(self, seconds: float) -> None:
+    def tick(self, seconds):
         self.now += seconds
         for rank, worker in enumerate(self.workers):
             if worker.present:
@@ -217,7 +200,7 @@ class Network:
         for index, engine in enumerate(self.engines):
             self.pass_on(index, engine.tick(self.now))
 
-    def do(self, rank: int, actions: list) -> None:
+    def do(self, rank, actions):
         worker = self.workers[rank]
         for action in actions:
             if isinstance(action, Finish):
@@ -233,13 +216,13 @@ class Network:
             if isinstance(action, Reset):
                 self.close(rank, action.link)
 
-    def put(self, rank: int, send: Send) -> None:
+    def put(self, rank, send):
         assert (rank, send.link) not in self.cut_off, "said to nobody"
         # What is on the wire no longer changes with the buffer.
         payload = b"" if send.payload is None else bytes(send.payload)
         self.up[rank, send.link].append((send.header, payload))
 
-    def pass_on(self, index: int, sends: list[EngineSend]) -> None:
+    def pass_on(self, index, sends):
         for send in sends:
             rank = int(send.peer.split(b"/")[0])
             if send.peer != self.peer(rank, index) or (rank, index) in self.cut_off:
@@ -248,15 +231,15 @@ class Network:
             payload = b"" if send.payload is None else bytes(send.payload)
             self.down[rank, index].append((send.header, payload))
 
-    def receive(self, rank: int, index: int, header: bytes, payload: bytes) -> list[EngineSend]:
+    def receive(self, rank, index, header, payload):
         return self.served[index].receive(self.peer(rank, index), header, payload)
 
-    def peer(self, rank: int, index: int) -> bytes:
+    def peer(self, rank, index):
         """How a reducer's transport calls a connection."""
         return f"{rank}/{index}/{self.lives[rank, index]}".encode()
 
 
-def connected(*given: Any) -> Network:
+def connected(*given):
     """A network in which all ranks have joined."""
     network = Network(*given)
     network.connect()

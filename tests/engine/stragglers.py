@@ -6,17 +6,11 @@ Ranks make steps in virtual time. Two reducers hear when each rank contributes: 
 different times, and the second one does not know the job for as long as the first.
 """
 
-from __future__ import annotations
-
 import random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from reducer.engine.lateness import Lateness, Watch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from reducer.wire.messages import Straggler
+from reducer.wire.messages import Straggler
 
 LOOK_S, LOOKS = 0.5, 10  # between looks: so many in a step at most
 LEAST_S, LEAST_STEPS = 600.0, 400
@@ -35,35 +29,29 @@ class Look(NamedTuple):
     told: tuple[Straggler | None, ...]
 
 
-def late(share: float, varies: float = 0.01) -> Callable[[random.Random, int], float]:
+def late(share, varies=0.01):
     """Return how long ranks compute, in steps, where one is late by a share of each."""
     return lambda rng, rank: 1 - share * (rank != STRAGGLER) + rng.gauss(0, varies)
 
 
-def exponential(rng: random.Random, rank: int) -> float:
+def exponential(rng, rank):
     """Return how long any rank computes, in steps."""
     del rank
     return rng.expovariate(1.0)
 
 
-def gaussian(rng: random.Random, rank: int) -> float:
+def gaussian(rng, rank):
     """Return how long any rank computes, in steps."""
     del rank
     return max(0.01, rng.gauss(1.0, 0.2))
 
 
-def run(
-    world_size: int,
-    step_s: float,
-    compute: Callable[[random.Random, int], float],
-    seed: object = 0,
-    reducers: int = 2,
-) -> list[Look]:
+def run(world_size, step_s, compute, seed=0, reducers=2):
     """Make steps for 10 minutes, or 400 of them; return what was to be seen all the time."""
     rng = random.Random(f"{world_size} {step_s} {seed}")
     known = [(Lateness(world_size), Watch()) for _ in range(reducers)]
     now = looked = 100.0
-    looks: list[Look] = []
+    looks = []
     end = now + max(LEAST_S, LEAST_STEPS * step_s)
     sequence = 0
     while now < end:
@@ -88,7 +76,7 @@ def run(
     return looks
 
 
-def main() -> None:
+def main():
     """Print the table."""
     head = " ranks   step   named  after  differ   median  share | accused of"
     print(f"{head}, {RUNS} runs: exponential, gaussian")  # noqa: T201

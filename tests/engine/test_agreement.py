@@ -1,9 +1,5 @@
 """Ranks agree on the size of chunks and the reducers, whatever each of them has seen."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from reducer.errors import (
@@ -18,24 +14,21 @@ from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, encode
 from tests.engine import driven
-from tests.engine.network import Network, connected
+from tests.engine.network import connected
 from tests.engine.words import number
 from worker_client.protocol.failover import ADOPT_S
 from worker_client.protocol.flight import Finish
-
-if TYPE_CHECKING:
-    from worker_client.protocol.operation import Operation
 
 KIB = 1 << 10
 LARGE_BYTES = 1 << 20
 
 
-def operation(nbytes: int = LARGE_BYTES, timeout_s: float = 60.0) -> Operation:
+def operation(nbytes=LARGE_BYTES, timeout_s=60.0):
     return driven.operation(b"\1" * nbytes, timeout_s)
 
 
 @pytest.fixture
-def fresh(implementation: str) -> Network:
+def fresh(implementation):
     """Two ranks and two reducers, every rank with another idea of the rate."""
     network = connected(2, 2, 0, 0, implementation)
     for rank, worker in enumerate(network.workers):
@@ -44,7 +37,7 @@ def fresh(implementation: str) -> Network:
 
 
 @pytest.fixture
-def network(fresh: Network) -> Network:
+def network(fresh):
     """The same after two calls: the ranks agree before the third."""
     for _ in range(2):
         call(fresh)
@@ -52,22 +45,22 @@ def network(fresh: Network) -> Network:
     return fresh
 
 
-def chunk_bytes(network: Network) -> list[int]:
+def chunk_bytes(network):
     return [worker.session._agreement.chunk_bytes for worker in network.workers]
 
 
-def chunk_sizes(network: Network) -> set[int]:
+def chunk_sizes(network):
     """Of the contributions that are under way."""
     headers = [Header.unpack(header) for queue in network.up.values() for header, _ in queue]
     return {header.nbytes for header in headers if header.type is MessageType.CONTRIBUTION}
 
 
-def call(network: Network, ranks: tuple[int, ...] = (0, 1)) -> None:
+def call(network, ranks=(0, 1)):
     for rank in ranks:
         network.submit(rank, operation())
 
 
-def test_the_slowest_rank_decides(network: Network) -> None:
+def test_the_slowest_rank_decides(network):
     assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     for _ in range(3):
         call(network)
@@ -81,7 +74,7 @@ def test_the_slowest_rank_decides(network: Network) -> None:
         assert all(bytes(done.view) == b"\2" * LARGE_BYTES for done in worker.started)
 
 
-def test_who_is_lost_is_heard_from_the_second_ping_after_an_agreement_on(network: Network) -> None:
+def test_who_is_lost_is_heard_from_the_second_ping_after_an_agreement_on(network):
     session, ping = network.workers[0].session, Header(MessageType.PING).pack()
     session.receive(0, ping, b"", network.now)
     call(network)
@@ -91,7 +84,7 @@ def test_who_is_lost_is_heard_from_the_second_ping_after_an_agreement_on(network
     assert session.lost_ranks == {1}
 
 
-def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
+def test_calls_go_on_if_the_ranks_cannot_agree(network):
     call(network)
     for worker in network.workers:
         error = LocalProtocolError("a failure")
@@ -102,7 +95,7 @@ def test_calls_go_on_if_the_ranks_cannot_agree(network: Network) -> None:
     assert all(worker.ended[2] is None for worker in network.workers)
 
 
-def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(fresh: Network) -> None:
+def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(fresh):
     session = fresh.workers[0].session
     session._agreement._measure(200_000_000)
     assert session._agreement.chunk_bytes == 128 * KIB
@@ -120,9 +113,7 @@ def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(fresh: Networ
 
 
 @pytest.mark.parametrize("hears_first", [False, True])
-def test_a_rank_that_is_lost_amid_an_agreement_is_named(
-    implementation: str, hears_first: bool
-) -> None:
+def test_a_rank_that_is_lost_amid_an_agreement_is_named(implementation, hears_first):
     network = connected(3, 2, 0, 0, implementation)
     for _ in range(2):
         call(network, (0, 1, 2))
@@ -148,7 +139,7 @@ def test_a_rank_that_is_lost_amid_an_agreement_is_named(
     assert len(epochs) == 1
 
 
-def test_who_asks_late_goes_on_as_those_do_that_gave_up(network: Network) -> None:
+def test_who_asks_late_goes_on_as_those_do_that_gave_up(network):
     network.submit(0, operation(8, timeout_s=1.0))
     network.deliver_all()
     for _ in range(3):  # the deadline, and a second for a reducer to say who is missing
@@ -165,7 +156,7 @@ def test_who_asks_late_goes_on_as_those_do_that_gave_up(network: Network) -> Non
     assert all(worker.ended[3] is None for worker in network.workers)
 
 
-def test_all_begin_anew_once_if_all_reducers_are_lost_amid_an_agreement(network: Network) -> None:
+def test_all_begin_anew_once_if_all_reducers_are_lost_amid_an_agreement(network):
     call(network, (0,))
     for index in range(2):
         network.do(0, network.workers[0].session.disconnected(index, "died"))
@@ -175,9 +166,7 @@ def test_all_begin_anew_once_if_all_reducers_are_lost_amid_an_agreement(network:
     assert network.workers[0].session._map.epoch == 6
 
 
-def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoch(
-    network: Network,
-) -> None:
+def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoch(network):
     call(network, (0,))
     session = network.workers[0].session
     for epoch, sequence in ((6, number(1)), (5, number(2, place=0))):
@@ -187,7 +176,7 @@ def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoc
     assert session._map.epoch == 6
 
 
-def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:
+def test_who_leaves_hears_of_the_calls_that_wait(network):
     for _ in range(2):
         call(network, (0,))
     actions = network.workers[0].session.close(LocalProtocolError("left"))
@@ -196,7 +185,7 @@ def test_who_leaves_hears_of_the_calls_that_wait(network: Network) -> None:
     assert all(isinstance(finish.error, LocalProtocolError) for finish in ended)
 
 
-def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(fresh: Network) -> None:
+def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(fresh):
     for sizes in ((8, 8), (8, 8), (8, LARGE_BYTES), (8, 8), (8, 8), (LARGE_BYTES, 8), (8, 8)):
         for rank, nbytes in enumerate(sizes):
             fresh.submit(rank, operation(nbytes))
@@ -210,7 +199,7 @@ def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(fresh: Network
         assert all(bytes(done.view) == b"\2" * 8 for done in right)
 
 
-def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
+def test_a_call_is_not_taken_for_a_question(network):
     call(network, (0,))
     ours = driven.operation(24, 60.0, dtype=DType.INT64, op=ReduceOp.MIN, name=None)
     ours.sequence = number(2, place=0)
@@ -221,9 +210,7 @@ def test_a_call_is_not_taken_for_a_question(network: Network) -> None:
     assert isinstance(ended, MismatchError)
 
 
-def test_a_reducer_that_comes_back_is_wanted_by_ranks_that_had_nothing_to_recover(
-    network: Network,
-) -> None:
+def test_a_reducer_that_comes_back_is_wanted_by_ranks_that_had_nothing_to_recover(network):
     network.tick(1.0)
     sessions = [worker.session for worker in network.workers]
     assert all(session._quiet for session in sessions)
@@ -233,14 +220,14 @@ def test_a_reducer_that_comes_back_is_wanted_by_ranks_that_had_nothing_to_recove
     assert [session._agreement.wanted for session in sessions] == [True, True]
 
 
-def test_a_question_keeps_no_call_waiting_beyond_its_time(network: Network) -> None:
+def test_a_question_keeps_no_call_waiting_beyond_its_time(network):
     network.submit(0, operation())  # the other rank does not come
     network.submit(0, operation(timeout_s=1.0))
     session = network.workers[0].session
     assert session.calls.active.earliest == pytest.approx(network.now + 1.0)
 
 
-def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network: Network) -> None:
+def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network):
     for reducer in range(2):
         network.cut(0, reducer, noticed=True)
     network.deliver_all()
@@ -261,8 +248,8 @@ def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network: 
     ("hosts", "largest"), [({0: 0, 1: 1}, 256 * KIB), ({1: 1}, SMALLEST_CHUNK)]
 )
 def test_jobs_whose_ranks_host_all_reducers_have_large_chunks_from_the_start(
-    implementation: str, hosts: dict[int, int], largest: int
-) -> None:
+    implementation, hosts, largest
+):
     job = driven.joined(implementation, 0, 2, ("a:1", "b:2"), 0, hosts=hosts)
     asked = [
         header

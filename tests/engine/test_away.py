@@ -1,19 +1,17 @@
 """Ranks whose connection breaks, what they give up, and what they tell of other reducers."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.engine.engine import AWAY_S
 from reducer.errors import ReducerLostError, RemoteProtocolError
 from reducer.wire.header import Header
 from reducer.wire.messages import ALL_REDUCERS, Loss, decode, encode, encode_error
-from tests.engine.words import M, Reducer, kinds, lost_rank, told, with_ranks
+from tests.engine.words import M, kinds, lost_rank, told, with_ranks
 
 LOST = encode_error(ReducerLostError("all are gone", reducer="here:1"))
 
 
-def test_a_rank_is_lost_when_it_has_been_away_for_a_while(reducer: Reducer) -> None:
+def test_a_rank_is_lost_when_it_has_been_away_for_a_while(reducer):
     reducer.now = 5.0
     reducer.tick()
     reducer.contribute(0)
@@ -25,7 +23,7 @@ def test_a_rank_is_lost_when_it_has_been_away_for_a_while(reducer: Reducer) -> N
     assert told(reducer.tick())[b"0"].rank == 1
 
 
-def test_a_rank_that_comes_back_in_time_is_told_of_to_nobody(reducer: Reducer) -> None:
+def test_a_rank_that_comes_back_in_time_is_told_of_to_nobody(reducer):
     reducer.contribute(0, sequence=2, watermark=2)
     reducer.contribute(1, sequence=3, watermark=2)
     reducer.engine.unreachable(b"1")
@@ -37,7 +35,7 @@ def test_a_rank_that_comes_back_in_time_is_told_of_to_nobody(reducer: Reducer) -
     assert errors[b"1"].rank == 1
 
 
-def test_a_lower_watermark_is_another_process(reducer: Reducer) -> None:
+def test_a_lower_watermark_is_another_process(reducer):
     reducer.contribute_both(sequence=5, watermark=5)
     reducer.contribute(0, sequence=6, watermark=6)
     reducer.engine.unreachable(b"1")
@@ -46,7 +44,7 @@ def test_a_lower_watermark_is_another_process(reducer: Reducer) -> None:
     assert b"new" in errors, "the job is still here"
 
 
-def test_a_job_that_is_away_as_a_whole_makes_way_for_another_one(reducer: Reducer) -> None:
+def test_a_job_that_is_away_as_a_whole_makes_way_for_another_one(reducer):
     reducer.contribute_both(sequence=5, watermark=5)
     for rank in range(2):
         reducer.engine.unreachable(b"%d" % rank)
@@ -57,7 +55,7 @@ def test_a_job_that_is_away_as_a_whole_makes_way_for_another_one(reducer: Reduce
     assert reducer.rounds() == set()
 
 
-def test_a_reducer_that_shuts_down_waits_for_nobody(reducer: Reducer) -> None:
+def test_a_reducer_that_shuts_down_waits_for_nobody(reducer):
     reducer.contribute(0)
     reducer.engine.drain()
     reducer.engine.close()
@@ -67,7 +65,7 @@ def test_a_reducer_that_shuts_down_waits_for_nobody(reducer: Reducer) -> None:
 # -- what was given up ----------------------------------------------------------------------------
 
 
-def test_a_range_is_given_up_now_and_later(reducer: Reducer) -> None:
+def test_a_range_is_given_up_now_and_later(reducer):
     for sequence in (11, 13, 15):
         reducer.contribute(0, sequence=sequence)
     errors = told_by_sequence(reducer.say(1, M.ABORT, 11, LOST, nbytes=3, watermark=15))
@@ -79,12 +77,12 @@ def test_a_range_is_given_up_now_and_later(reducer: Reducer) -> None:
     assert reducer.contribute(0, sequence=10) == []
 
 
-def told_by_sequence(sends: list) -> set[tuple[bytes, int]]:
+def told_by_sequence(sends):
     headers = [(send.peer, Header.unpack(send.header)) for send in sends]
     return {(peer, header.sequence) for peer, header in headers if header.type is M.ERROR}
 
 
-def test_a_range_is_forgotten_when_every_rank_has_passed_it(reducer: Reducer) -> None:
+def test_a_range_is_forgotten_when_every_rank_has_passed_it(reducer):
     reducer.say(1, M.ABORT, 0, LOST, nbytes=3, watermark=4)
     (job,) = reducer.engine.jobs
     assert not job.healthy
@@ -95,9 +93,7 @@ def test_a_range_is_forgotten_when_every_rank_has_passed_it(reducer: Reducer) ->
     assert reducer.rounds() == {4}
 
 
-def test_one_that_is_below_the_senders_watermark_counts_while_others_need_it(
-    reducer: Reducer,
-) -> None:
+def test_one_that_is_below_the_senders_watermark_counts_while_others_need_it(reducer):
     reducer.contribute(1, sequence=7, watermark=7)
     reducer.contribute(0, sequence=3)
     assert told(reducer.say(1, M.ABORT, 3, LOST, watermark=7)).keys() == {b"0", b"1"}
@@ -109,22 +105,22 @@ def test_one_that_is_below_the_senders_watermark_counts_while_others_need_it(
 # -- reducers that are lost -----------------------------------------------------------------------
 
 
-def losses(sends: list) -> dict[bytes, Loss]:
+def losses(sends):
     found = [send for send in sends if kinds([send]) == [M.SHARD_MAP]]
     return {send.peer: decode(Loss, send.payload) for send in found}
 
 
-def tell(reducer: Reducer, rank: int, lost: int, epoch: int) -> list:
+def tell(reducer, rank, lost, epoch):
     return reducer.say(rank, M.SHARD_MAP, 0, encode(Loss(lost, epoch)))
 
 
 @pytest.fixture
-def two_of_three(implementation: str) -> Reducer:
+def two_of_three(implementation):
     """Ranks 0 and 1 of 3, in a job of four reducers; rank 2 has yet to come."""
     return with_ranks(implementation, 2, world_size=3, reducers=4)
 
 
-def test_a_loss_is_passed_on_once(two_of_three: Reducer) -> None:
+def test_a_loss_is_passed_on_once(two_of_three):
     assert losses(tell(two_of_three, 0, 2, 1)) == {b"1": Loss(2, 1)}
     assert tell(two_of_three, 1, 2, 1) == []
     assert tell(two_of_three, 1, 2, 0) == []
@@ -132,7 +128,7 @@ def test_a_loss_is_passed_on_once(two_of_three: Reducer) -> None:
     assert losses(tell(two_of_three, 1, ALL_REDUCERS, 6)) == {b"0": Loss(ALL_REDUCERS, 6)}
 
 
-def test_what_made_a_rank_begin_anew_is_passed_on(two_of_three: Reducer) -> None:
+def test_what_made_a_rank_begin_anew_is_passed_on(two_of_three):
     said = [Loss(ALL_REDUCERS, 4, 7), Loss(ALL_REDUCERS, 4, 9), Loss(ALL_REDUCERS, 6)]
     for loss in said:
         sends = two_of_three.say(0, M.SHARD_MAP, 0, encode(loss))
@@ -142,7 +138,7 @@ def test_what_made_a_rank_begin_anew_is_passed_on(two_of_three: Reducer) -> None
     assert losses(two_of_three.hello(2, world_size=3, reducers=4)) == {b"2": said[-1]}
 
 
-def test_who_joins_late_is_told_of_every_loss(two_of_three: Reducer) -> None:
+def test_who_joins_late_is_told_of_every_loss(two_of_three):
     tell(two_of_three, 0, 2, 1)
     tell(two_of_three, 0, 3, 0)
     sends = two_of_three.hello(2, world_size=3, reducers=4)
@@ -151,12 +147,12 @@ def test_who_joins_late_is_told_of_every_loss(two_of_three: Reducer) -> None:
     assert found == [Loss(2, 1), Loss(3, 0)]
 
 
-def test_a_reducer_that_the_job_does_not_have_cannot_be_lost(two_of_three: Reducer) -> None:
+def test_a_reducer_that_the_job_does_not_have_cannot_be_lost(two_of_three):
     assert isinstance(told(tell(two_of_three, 0, 4, 0))[b"0"], RemoteProtocolError)
     assert losses(tell(two_of_three, 1, 3, 0)) == {}  # rank 0 is no member any more
 
 
-def test_a_rank_that_is_away_is_lost_to_the_others_of_its_job_alone(reducer: Reducer) -> None:
+def test_a_rank_that_is_away_is_lost_to_the_others_of_its_job_alone(reducer):
     reducer.hello(0, peer=b"other", job="other")
     reducer.contribute(0)
     assert lost_rank(reducer.lose(b"1")) == 1
@@ -164,9 +160,7 @@ def test_a_rank_that_is_away_is_lost_to_the_others_of_its_job_alone(reducer: Red
 
 
 @pytest.mark.parametrize("change", [{"job": "another"}, {"generation": 1}])
-def test_a_peer_that_was_away_may_come_back_as_somebody_else(
-    reducer: Reducer, change: dict
-) -> None:
+def test_a_peer_that_was_away_may_come_back_as_somebody_else(reducer, change):
     reducer.contribute(0)
     reducer.engine.unreachable(b"1")
     sends = reducer.hello(1, **change)
@@ -179,7 +173,7 @@ def test_a_peer_that_was_away_may_come_back_as_somebody_else(
     assert reducer.engine.jobs == []
 
 
-def test_an_epoch_to_which_no_job_comes_is_passed_on_to_nobody(reducer: Reducer) -> None:
+def test_an_epoch_to_which_no_job_comes_is_passed_on_to_nobody(reducer):
     losses = (Loss(ALL_REDUCERS, (1 << 32) - 1), Loss(0, (1 << 32) - 2))
     for rank, loss in enumerate(losses):  # each breaks the protocol, and is dropped
         peer = b"%d" % rank

@@ -1,9 +1,6 @@
 """Calls of several all-reduces, calls that a rank refuses, and what came before each."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,29 +14,26 @@ from reducer.errors import (
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
-from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
-from tests.engine.network import Network, connected
+from tests.engine.driven import M, error, errors, join, joined, operation, result, sent
+from tests.engine.network import connected
 from tests.engine.words import number
 from worker_client.protocol.failover import ADOPT_S
 from worker_client.protocol.flight import Finish, Send
 from worker_client.protocol.lifecycle import FIRST_PLACE, GRACE_S
 from worker_client.protocol.operation import Pending, refused
 
-if TYPE_CHECKING:
-    from worker_client.protocol.operation import Operation
-
 REFUSAL = refused(1, "TypeError: not that")
 LOST = RankLostError("gone", rank=0)
 
 
-def part(call: object = None, nbytes: int = 64, **others: Any) -> Operation:
+def part(call=None, nbytes=64, **others):
     return operation(nbytes, call=call, **others)
 
 
-def test_nothing_is_kept_of_all_reduces_that_have_ended() -> None:
+def test_nothing_is_kept_of_all_reduces_that_have_ended():
     pending = Pending()
 
-    def make(calls: int) -> int:
+    def make(calls):
         mine = part()
         for sequence in range(calls):
             mine.sequence = sequence
@@ -51,14 +45,14 @@ def test_nothing_is_kept_of_all_reduces_that_have_ended() -> None:
     assert make(2000) - before < 1000
 
 
-def refusal(call: object = None) -> Operation:
+def refusal(call=None):
     """What a rank submits that cannot make a call, or go on with it."""
     return operation(0, name=None, call=call, refusal=REFUSAL)
 
 
-def aborts(actions: list) -> dict[int, list[tuple[int, type]]]:
+def aborts(actions):
     """Numbers that are given up and why, by link."""
-    found: dict[int, list[tuple[int, type]]] = {}
+    found = {}
     for action in actions:
         header = Header.unpack(action.header) if isinstance(action, Send) else None
         if header is not None and header.type is M.ABORT:
@@ -68,26 +62,24 @@ def aborts(actions: list) -> dict[int, list[tuple[int, type]]]:
     return found
 
 
-def ended(actions: list) -> list[Operation]:
+def ended(actions):
     return [action.operation for action in actions if isinstance(action, Finish)]
 
 
-def ask(session: Driven, mine: Operation) -> Header:
+def ask(session, mine):
     """Submit an operation of one chunk, and return what is said of it."""
     ((_, header),) = sent(session.submit(mine, 0.0), M.CONTRIBUTION)
     return header
 
 
-def past(header: Header) -> tuple[int, int]:
+def past(header):
     return header.since, header.history
 
 
 # -- refused calls ------------------------------------------------------------------------------
 
 
-def test_a_refused_operation_uses_up_its_number_and_every_reducer_hears_why(
-    session: Driven,
-) -> None:
+def test_a_refused_operation_uses_up_its_number_and_every_reducer_hears_why(session):
     mine = refusal()
     actions = session.submit(mine, 0.0)
     assert ended(actions) == [mine]
@@ -101,7 +93,7 @@ def test_a_refused_operation_uses_up_its_number_and_every_reducer_hears_why(
     assert ask(session, part()).sequence == session.watermark == number(1)
 
 
-def test_a_refusal_waits_for_the_answer_to_a_question(session: Driven) -> None:
+def test_a_refusal_waits_for_the_answer_to_a_question(session):
     for _ in range(2):
         session.submit(refusal(), 0.0)
     asked = session.submit(refusal(), 0.0)
@@ -116,14 +108,14 @@ def test_a_refusal_waits_for_the_answer_to_a_question(session: Driven) -> None:
     assert aborts(actions) == {link: [(number(2), MismatchError)] for link in range(2)}
 
 
-def test_a_reducer_that_is_away_is_told_later_of_a_refusal(lone: Driven) -> None:
+def test_a_reducer_that_is_away_is_told_later_of_a_refusal(lone):
     lone.disconnected(0, "died")
     (failure,) = errors(lone.submit(refusal(), 0.0))
     assert str(failure) == str(REFUSAL)
     assert aborts(join(lone, 0)) == {0: [(number(0), MismatchError)]}
 
 
-def test_a_rank_that_was_stopped_hears_that_it_was_the_one(lone: Driven) -> None:
+def test_a_rank_that_was_stopped_hears_that_it_was_the_one(lone):
     lone.submit(part(), 0.0)
     (failure,) = errors(lone.disconnected(0, "ended the connection", 5.0))
     assert isinstance(failure, RankLostError)
@@ -137,7 +129,7 @@ def test_a_rank_that_was_stopped_hears_that_it_was_the_one(lone: Driven) -> None
     assert isinstance(failure, ReducerLostError), "the next loss is another one"
 
 
-def test_a_rank_that_was_stopped_and_is_served_again_hears_who_is_lost_later(lone: Driven) -> None:
+def test_a_rank_that_was_stopped_and_is_served_again_hears_who_is_lost_later(lone):
     lone.disconnected(0, "ended the connection", 5.0)
     join(lone, 0)
     for _ in range(2):  # from the second one on nothing stands in the way
@@ -147,7 +139,7 @@ def test_a_rank_that_was_stopped_and_is_served_again_hears_who_is_lost_later(lon
     assert (failure.rank, "did not run" in str(failure)) == (0, False)
 
 
-def test_a_rank_that_was_stopped_hears_it_whichever_reducer_is_the_last(session: Driven) -> None:
+def test_a_rank_that_was_stopped_hears_it_whichever_reducer_is_the_last(session):
     session.submit(part(), 0.0)
     assert errors(session.disconnected(0, "ended the connection", 5.0)) == []
     assert errors(session.disconnected(1, "died")) == []
@@ -156,7 +148,7 @@ def test_a_rank_that_was_stopped_hears_it_whichever_reducer_is_the_last(session:
     assert "this process, did not run for 5.0 s" in str(failure)
 
 
-def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session: Driven) -> None:
+def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session):
     call, other = object(), part()
     session.submit(other, 0.0)
     parts = [part(call), part(call)]
@@ -178,7 +170,7 @@ def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session: Driven) -> Non
 # -- calls of several all-reduces ---------------------------------------------------------------
 
 
-def test_all_reduces_of_a_call_are_numbered_within_it(lone: Driven) -> None:
+def test_all_reduces_of_a_call_are_numbered_within_it(lone):
     calls = [object(), object(), None, None]
     operations = [
         part(call) for call, count in zip(calls, (1, 3, 1, 1), strict=True) for _ in range(count)
@@ -187,7 +179,7 @@ def test_all_reduces_of_a_call_are_numbered_within_it(lone: Driven) -> None:
     assert [ask(lone, one).sequence for one in operations] == expected
 
 
-def test_a_question_comes_before_the_first_all_reduce_of_a_call(session: Driven) -> None:
+def test_a_question_comes_before_the_first_all_reduce_of_a_call(session):
     for _ in range(2):
         result(session, *sent(session.submit(part(), 0.0), M.CONTRIBUTION)[0])
     call = object()
@@ -198,7 +190,7 @@ def test_a_question_comes_before_the_first_all_reduce_of_a_call(session: Driven)
     assert sorted(header.sequence for header in headers) == [number(2, 1), number(2, 2)]
 
 
-def test_a_call_has_no_more_all_reduces_than_numbers(lone: Driven) -> None:
+def test_a_call_has_no_more_all_reduces_than_numbers(lone):
     call = object()
     for place in range(FIRST_PLACE, PLACES):
         assert ask(lone, part(call)).sequence == number(0, place)
@@ -207,7 +199,7 @@ def test_a_call_has_no_more_all_reduces_than_numbers(lone: Driven) -> None:
     assert ask(lone, part()).sequence == number(1)
 
 
-def test_if_one_all_reduce_fails_all_of_its_call_fail(session: Driven) -> None:
+def test_if_one_all_reduce_fails_all_of_its_call_fail(session):
     call, other = object(), part()
     session.submit(other, 0.0)
     parts = [part(call) for _ in range(3)]
@@ -232,7 +224,7 @@ def test_if_one_all_reduce_fails_all_of_its_call_fail(session: Driven) -> None:
     assert sent(actions, M.CONTRIBUTION) == []
 
 
-def test_what_has_ended_well_of_a_call_stays_so(lone: Driven) -> None:
+def test_what_has_ended_well_of_a_call_stays_so(lone):
     call = object()
     headers = [ask(lone, part(call)) for _ in range(3)]
     assert errors(result(lone, 0, headers[0])) == [None]
@@ -242,7 +234,7 @@ def test_what_has_ended_well_of_a_call_stays_so(lone: Driven) -> None:
     assert lone.active == 0
 
 
-def test_a_call_whose_first_deadline_passes_is_over(session: Driven) -> None:
+def test_a_call_whose_first_deadline_passes_is_over(session):
     call = object()
     for _ in range(3):
         session.submit(part(call), 0.0)
@@ -254,7 +246,7 @@ def test_a_call_whose_first_deadline_passes_is_over(session: Driven) -> None:
     assert isinstance(failure, ReductionTimeout)
 
 
-def test_with_no_reducer_left_every_all_reduce_ends_once(lone: Driven) -> None:
+def test_with_no_reducer_left_every_all_reduce_ends_once(lone):
     calls = object(), object()
     parts = [part(call) for call in calls for _ in range(3)]
     for one in parts:
@@ -267,7 +259,7 @@ def test_with_no_reducer_left_every_all_reduce_ends_once(lone: Driven) -> None:
 # -- what was asked for before ------------------------------------------------------------------
 
 
-def test_contributions_say_what_was_asked_for_before(lone: Driven) -> None:
+def test_contributions_say_what_was_asked_for_before(lone):
     said = [past(ask(lone, part())) for _ in range(4)]
     assert said[0] == (0, 0)
     assert {since for since, _ in said} == {0}
@@ -284,8 +276,8 @@ def test_contributions_say_what_was_asked_for_before(lone: Driven) -> None:
         {"name": None},
     ],
 )
-def test_whatever_differs_in_a_call_shows_in_later_ones(implementation: str, change: dict) -> None:
-    def later(**fields) -> list[tuple[int, int]]:
+def test_whatever_differs_in_a_call_shows_in_later_ones(implementation, change):
+    def later(**fields):
         session = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
         ask(session, part(**fields))
         return [past(ask(session, part())) for _ in range(3)]
@@ -294,8 +286,8 @@ def test_whatever_differs_in_a_call_shows_in_later_ones(implementation: str, cha
     assert not set(later()) & set(later(**change))
 
 
-def test_an_all_reduce_more_shows_in_later_calls(implementation: str) -> None:
-    def later(count: int) -> tuple[int, int]:
+def test_an_all_reduce_more_shows_in_later_calls(implementation):
+    def later(count):
         session = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
         call = object()
         for _ in range(count):
@@ -305,7 +297,7 @@ def test_an_all_reduce_more_shows_in_later_calls(implementation: str) -> None:
     assert len({later(count) for count in (1, 2, 3)}) == 3
 
 
-def test_after_a_failure_calls_are_compared_by_what_follows_it(lone: Driven) -> None:
+def test_after_a_failure_calls_are_compared_by_what_follows_it(lone):
     for _ in range(3):
         ask(lone, part())
     error(lone, 0, LOST, number(1))
@@ -317,10 +309,10 @@ def test_after_a_failure_calls_are_compared_by_what_follows_it(lone: Driven) -> 
     assert past(ask(lone, part())) == (7, 0)
 
 
-def test_a_failure_amid_a_call_leaves_out_all_of_that_call(implementation: str) -> None:
+def test_a_failure_amid_a_call_leaves_out_all_of_that_call(implementation):
     """Ranks may hear of it at different places; what they say later is the same."""
 
-    def later(place: int) -> list[tuple[int, int]]:
+    def later(place):
         session = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
         ask(session, part())
         call, said = object(), []
@@ -338,7 +330,7 @@ def test_a_failure_amid_a_call_leaves_out_all_of_that_call(implementation: str) 
     assert len(set(later(1))) == 3
 
 
-def test_a_call_that_fails_while_it_is_made_is_left_out(lone: Driven) -> None:
+def test_a_call_that_fails_while_it_is_made_is_left_out(lone):
     call = object()
     ask(lone, part(call))
     error(lone, 0, LOST, number(0))
@@ -346,7 +338,7 @@ def test_a_call_that_fails_while_it_is_made_is_left_out(lone: Driven) -> None:
     assert past(ask(lone, part())) == (1, 0)
 
 
-def test_the_number_of_the_first_call_that_counts_is_said_in_32_bits(lone: Driven) -> None:
+def test_the_number_of_the_first_call_that_counts_is_said_in_32_bits(lone):
     lone.calls.numbering.number = (1 << 32) + 1
     last = ask(lone, part())
     assert last.sequence == number((1 << 32) + 2)
@@ -360,16 +352,14 @@ def test_the_number_of_the_first_call_that_counts_is_said_in_32_bits(lone: Drive
 
 
 @pytest.fixture
-def network(implementation: str) -> Network:
+def network(implementation):
     """Two ranks and two reducers."""
     return connected(2, 2, 64, 0, implementation)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("calls", [1, 5])
-def test_a_call_that_one_rank_refuses_fails_at_the_other_which_hears_why(
-    network: Network, first: int, calls: int
-) -> None:
+def test_a_call_that_one_rank_refuses_fails_at_the_other_which_hears_why(network, first, calls):
     for _ in range(calls):
         for rank in (first, 1 - first):
             network.submit(rank, refusal() if rank == 1 else part())
@@ -384,9 +374,7 @@ def test_a_call_that_one_rank_refuses_fails_at_the_other_which_hears_why(
         assert worker.ended[calls] is None
 
 
-def test_a_call_that_one_rank_cuts_into_more_fails_at_both_and_later_ones_work(
-    network: Network,
-) -> None:
+def test_a_call_that_one_rank_cuts_into_more_fails_at_both_and_later_ones_work(network):
     for rank, pieces in enumerate((2, 3)):
         call = object()
         for at in range(pieces):
@@ -404,7 +392,7 @@ def test_a_call_that_one_rank_cuts_into_more_fails_at_both_and_later_ones_work(
         assert last is None
 
 
-def test_a_rank_that_makes_one_all_reduce_more_is_found_at_the_next_call(network: Network) -> None:
+def test_a_rank_that_makes_one_all_reduce_more_is_found_at_the_next_call(network):
     calls = object(), object()
     for rank, count in enumerate((1, 2)):
         for _ in range(count):

@@ -1,24 +1,22 @@
 """Results that ranks hold from a reducer that is lost: claims, questions, answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.errors import MismatchError, RankLostError, ReductionTimeout, RemoteProtocolError
 from reducer.wire.header import Header
 from reducer.wire.messages import Stragglers, decode, encode_error
-from tests.engine.words import M, Reducer, kinds, lost_rank, told, with_ranks
+from tests.engine.words import M, kinds, lost_rank, told, with_ranks
 
 RESULT = bytes(range(64))
 
 
 @pytest.fixture
-def trio(implementation: str) -> Reducer:
+def trio(implementation):
     """Three ranks of one job."""
     return with_ranks(implementation, 3)
 
 
-def asked(sends: list) -> tuple[bytes, Header]:
+def asked(sends):
     """Whom a reducer asks for a result, and for which."""
     (send,) = sends
     header = Header.unpack(send.header)
@@ -28,7 +26,7 @@ def asked(sends: list) -> tuple[bytes, Header]:
     return send.peer, header
 
 
-def test_a_rank_that_holds_the_result_is_asked_and_the_others_get_it(trio: Reducer) -> None:
+def test_a_rank_that_holds_the_result_is_asked_and_the_others_get_it(trio):
     past = {"since": 2, "history": 9}
     assert trio.contribute(0, **past) == []
     assert trio.retain(1, watermark=1, **past) == []
@@ -47,7 +45,7 @@ def test_a_rank_that_holds_the_result_is_asked_and_the_others_get_it(trio: Reduc
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
-def test_claims_and_contributions_come_in_any_order(trio: Reducer, order: tuple) -> None:
+def test_claims_and_contributions_come_in_any_order(trio, order):
     says = {0: trio.retain, 1: trio.contribute, 2: trio.retain}
     for rank in order[:-1]:
         assert says[rank](rank) == []
@@ -57,7 +55,7 @@ def test_claims_and_contributions_come_in_any_order(trio: Reducer, order: tuple)
     assert [send.peer for send in sends] == [b"1"]
 
 
-def test_what_every_rank_holds_is_asked_of_nobody(reducer: Reducer) -> None:
+def test_what_every_rank_holds_is_asked_of_nobody(reducer):
     assert reducer.retain(0) == []
     assert reducer.retain(1) == []
     (job,) = reducer.engine.jobs
@@ -65,7 +63,7 @@ def test_what_every_rank_holds_is_asked_of_nobody(reducer: Reducer) -> None:
     assert reducer.engine.held() == 0
 
 
-def test_an_empty_result_needs_no_asking(reducer: Reducer) -> None:
+def test_an_empty_result_needs_no_asking(reducer):
     nothing = {"total_bytes": 0, "nbytes": 0}
     assert reducer.retain(0, **nothing) == []
     (send,) = reducer.contribute(1, payload=b"")
@@ -74,7 +72,7 @@ def test_an_empty_result_needs_no_asking(reducer: Reducer) -> None:
     assert len(send.payload) == 0
 
 
-def test_a_claim_counts_once_and_takes_nothing_of_a_window(trio: Reducer) -> None:
+def test_a_claim_counts_once_and_takes_nothing_of_a_window(trio):
     trio.retain(0)
     assert trio.engine.held() == 0
     assert trio.retain(0) == []
@@ -85,7 +83,7 @@ def test_a_claim_counts_once_and_takes_nothing_of_a_window(trio: Reducer) -> Non
     asked(trio.contribute(2))
 
 
-def test_only_the_one_that_was_asked_may_answer(trio: Reducer) -> None:
+def test_only_the_one_that_was_asked_may_answer(trio):
     assert trio.retain(0, payload=RESULT) == []
     trio.retain(0)
     trio.retain(1)
@@ -96,9 +94,7 @@ def test_only_the_one_that_was_asked_may_answer(trio: Reducer) -> None:
 
 
 @pytest.mark.parametrize("politely", [True, False])
-def test_a_holder_that_goes_before_it_answers_fails_the_round(
-    reducer: Reducer, politely: bool
-) -> None:
+def test_a_holder_that_goes_before_it_answers_fails_the_round(reducer, politely):
     reducer.retain(1)
     asked(reducer.contribute(0))
     sends = reducer.say(1, M.GOODBYE, (1 << 64) - 1) if politely else reducer.lose(b"1")
@@ -106,7 +102,7 @@ def test_a_holder_that_goes_before_it_answers_fails_the_round(
     assert reducer.engine.held() == 0
 
 
-def test_a_holder_that_is_gone_is_not_asked(trio: Reducer) -> None:
+def test_a_holder_that_is_gone_is_not_asked(trio):
     trio.retain(0)
     trio.retain(1)
     trio.lose(b"0")
@@ -115,7 +111,7 @@ def test_a_holder_that_is_gone_is_not_asked(trio: Reducer) -> None:
 
 
 @pytest.mark.parametrize("back", [True, False])
-def test_with_every_holder_gone_or_back_anew_the_round_fails(reducer: Reducer, back: bool) -> None:
+def test_with_every_holder_gone_or_back_anew_the_round_fails(reducer, back):
     reducer.retain(1)
     if back:
         reducer.engine.unreachable(b"1")
@@ -135,7 +131,7 @@ def test_with_every_holder_gone_or_back_anew_the_round_fails(reducer: Reducer, b
         ({"history": 1}, "history"),
     ],
 )
-def test_a_claim_that_disagrees_fails_the_round(reducer: Reducer, change: dict, field: str) -> None:
+def test_a_claim_that_disagrees_fails_the_round(reducer, change, field):
     reducer.contribute(0, **({"total_bytes": 4096} if field == "chunk_bytes" else {}))
     errors = told(reducer.retain(1, **change))
     assert errors.keys() == {b"0", b"1"}
@@ -143,7 +139,7 @@ def test_a_claim_that_disagrees_fails_the_round(reducer: Reducer, change: dict, 
     assert reducer.engine.held() == 0
 
 
-def test_an_answer_of_another_size_fails_the_round(reducer: Reducer) -> None:
+def test_an_answer_of_another_size_fails_the_round(reducer):
     reducer.retain(1)
     asked(reducer.contribute(0))
     errors = told(reducer.retain(1, payload=bytes(32), nbytes=32))
@@ -151,7 +147,7 @@ def test_an_answer_of_another_size_fails_the_round(reducer: Reducer) -> None:
     assert reducer.engine.held() == 0
 
 
-def test_an_answer_whose_header_says_another_size_is_refused(reducer: Reducer) -> None:
+def test_an_answer_whose_header_says_another_size_is_refused(reducer):
     reducer.retain(1)
     asked(reducer.contribute(0))
     errors = told(reducer.retain(1, payload=bytes(32)))
@@ -159,14 +155,14 @@ def test_an_answer_whose_header_says_another_size_is_refused(reducer: Reducer) -
     assert isinstance(errors[b"0"], RankLostError)
 
 
-def test_a_claim_of_what_all_ranks_have_is_dropped(reducer: Reducer) -> None:
+def test_a_claim_of_what_all_ranks_have_is_dropped(reducer):
     reducer.contribute_both(sequence=1, watermark=1)
     assert reducer.retain(0, sequence=0, watermark=1) == []
     assert reducer.engine.counters.late == 1
     assert reducer.rounds() == {1}
 
 
-def test_a_rank_that_was_asked_counts_as_missing(reducer: Reducer) -> None:
+def test_a_rank_that_was_asked_counts_as_missing(reducer):
     reducer.retain(1)
     reducer.contribute(0)
     (send,) = reducer.say(0, M.STRAGGLERS, 0)
@@ -175,7 +171,7 @@ def test_a_rank_that_was_asked_counts_as_missing(reducer: Reducer) -> None:
     assert told(reducer.say(0, M.ABORT, 0, timeout))[b"0"].missing == (1,)
 
 
-def test_stragglers_are_named(trio: Reducer) -> None:
+def test_stragglers_are_named(trio):
     assert trio.say(0, M.STRAGGLERS, 0) == [], "nobody knows that one"
     trio.contribute(0)
     (send,) = trio.say(0, M.STRAGGLERS, 0)

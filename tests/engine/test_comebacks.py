@@ -1,7 +1,5 @@
 """Ranks that leave in the middle of a round, and come back or come late."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.engine.engine import AWAY_S
@@ -11,7 +9,7 @@ from reducer.wire.messages import encode_error
 from tests.engine.words import M, Reducer, kinds, told, two_chunks, with_ranks
 
 
-def test_contributions_of_two_lives_are_not_mixed(reducer: Reducer) -> None:
+def test_contributions_of_two_lives_are_not_mixed(reducer):
     two_chunks(reducer, 1, 0)
     assert reducer.engine.unreachable(b"1") == []  # nobody waits for it yet
     assert kinds(reducer.hello(1)) == [M.WELCOME]
@@ -23,7 +21,7 @@ def test_contributions_of_two_lives_are_not_mixed(reducer: Reducer) -> None:
     assert reducer.engine.held() == 0
 
 
-def test_a_rank_that_comes_back_to_a_round_that_is_done_is_told(reducer: Reducer) -> None:
+def test_a_rank_that_comes_back_to_a_round_that_is_done_is_told(reducer):
     reducer.contribute(1)
     reducer.contribute(0)
     reducer.engine.unreachable(b"1")
@@ -32,7 +30,7 @@ def test_a_rank_that_comes_back_to_a_round_that_is_done_is_told(reducer: Reducer
     assert errors[b"1"].rank == 1
 
 
-def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer: Reducer) -> None:
+def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer):
     body = encode_error(RankLostError("gone", rank=7))
     assert told(reducer.say(1, M.ABORT, 0, body)).keys() == {b"1"}
     reducer.engine.unreachable(b"1")
@@ -42,8 +40,8 @@ def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer: Reducer) -> 
 
 @pytest.mark.parametrize("watermark", [0, 1])
 def test_who_waits_for_a_rank_that_came_back_without_its_rounds_is_told_when_it_goes_for_good(
-    reducer: Reducer, watermark: int
-) -> None:
+    reducer, watermark
+):
     two_chunks(reducer, 0, 0)
     assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2  # one chunk is done
     reducer.engine.unreachable(b"1")
@@ -56,7 +54,7 @@ def test_who_waits_for_a_rank_that_came_back_without_its_rounds_is_told_when_it_
     assert errors[b"0"].rank == 1
 
 
-def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation: str) -> None:
+def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation):
     reducer = with_ranks(implementation, 3)
     reducer.contribute_both()
     assert reducer.engine.unreachable(b"1") == []  # rank 2 may still complete it
@@ -68,7 +66,7 @@ def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation: str) ->
     assert reducer.engine.held() == 0
 
 
-def test_nobody_waits_for_a_rank_that_gave_up_before_it_joined(implementation: str) -> None:
+def test_nobody_waits_for_a_rank_that_gave_up_before_it_joined(implementation):
     reducer = Reducer(implementation)  # it was restarted
     reducer.hello(0, watermark=3)
     reducer.contribute(0, sequence=3)
@@ -79,7 +77,7 @@ def test_nobody_waits_for_a_rank_that_gave_up_before_it_joined(implementation: s
     assert isinstance(errors[b"0"], ReducerLostError)
 
 
-def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation: str) -> None:
+def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation):
     reducer = with_ranks(implementation, 2, world_size=3)
     reducer.contribute(0)
     reducer.contribute(1, op=ReduceOp.MAX)
@@ -88,7 +86,7 @@ def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation: str) -
     assert isinstance(told(reducer.contribute(2))[b"2"], MismatchError)
 
 
-def test_a_round_waits_for_a_rank_that_comes_back_and_had_not_taken_part(reducer: Reducer) -> None:
+def test_a_round_waits_for_a_rank_that_comes_back_and_had_not_taken_part(reducer):
     """Its connection broke before it knew that it had been welcomed."""
     two_chunks(reducer, 0, 0)
     reducer.engine.unreachable(b"1")

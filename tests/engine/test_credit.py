@@ -1,9 +1,5 @@
 """Windows that grow while a worker is a member: CREDIT."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from reducer.engine.limits import NO_LIMITS, Limits
@@ -13,9 +9,6 @@ from reducer.wire.messages import Welcome, decode, encode
 from tests.engine.driven import Driven, M, operation, sent
 from tests.engine.words import WINDOW, Reducer, kinds
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 64 * KIB
 MEMORY = 12 * MIB
@@ -23,7 +16,7 @@ ROUND_TRIP_S = 0.2  # of the network; results take a little longer
 TAKEN_S = 0.21
 
 
-def pool(implementation: str, limits: Limits = NO_LIMITS) -> Reducer:
+def pool(implementation, limits=NO_LIMITS):
     """A reducer of 12 MiB with job "job" of two ranks, whose chunks have 64 KiB."""
     reducer = Reducer(implementation, MEMORY, limits)
     for rank in range(2):
@@ -32,7 +25,7 @@ def pool(implementation: str, limits: Limits = NO_LIMITS) -> Reducer:
     return reducer
 
 
-def granted(sends: list) -> int:
+def granted(sends):
     """The window of the one CREDIT that is said."""
     (send,) = sends
     header = Header.unpack(send.header)
@@ -40,11 +33,11 @@ def granted(sends: list) -> int:
     return header.window
 
 
-def ask(reducer: Reducer, rank: int, window: int) -> int:
+def ask(reducer, rank, window):
     return granted(reducer.say(rank, M.CREDIT, (1 << 64) - 1, window=window))
 
 
-def test_a_larger_window_holds_more(implementation: str) -> None:
+def test_a_larger_window_holds_more(implementation):
     reducer = pool(implementation)
     assert ask(reducer, 0, MIB) == MIB
     within = MIB // CHUNK + 4  # and what may exceed any window
@@ -56,7 +49,7 @@ def test_a_larger_window_holds_more(implementation: str) -> None:
     assert reducer.engine.newly_dropped() == [b"0"]
 
 
-def test_a_window_grows_into_half_of_what_other_jobs_leave(implementation: str) -> None:
+def test_a_window_grows_into_half_of_what_other_jobs_leave(implementation):
     reducer = pool(implementation)
     # Three windows with 256 KiB besides each are half of 12 MiB.
     assert ask(reducer, 0, 1 << 40) == 2 * MIB - 256 * KIB
@@ -70,13 +63,13 @@ def test_a_window_grows_into_half_of_what_other_jobs_leave(implementation: str) 
     assert reducer.engine.reserved() == MEMORY
 
 
-def test_the_limit_of_a_job_holds(implementation: str) -> None:
+def test_the_limit_of_a_job_holds(implementation):
     reducer = pool(implementation, Limits(job_memory_limit=6 * MIB))
     assert ask(reducer, 0, 1 << 40) == MIB - 256 * KIB
     assert reducer.engine.reserved() == 3 * MIB, "half of it: other jobs of its key may come"
 
 
-def test_a_rank_that_rejoins_gets_the_window_that_is_still_reserved(implementation: str) -> None:
+def test_a_rank_that_rejoins_gets_the_window_that_is_still_reserved(implementation):
     reducer = pool(implementation)
     most = ask(reducer, 0, 1 << 40)
     other = {"job": "other", "world_size": 1, "peer": b"other", "chunk_bytes": CHUNK}
@@ -86,13 +79,13 @@ def test_a_rank_that_rejoins_gets_the_window_that_is_still_reserved(implementati
     assert ask(reducer, 0, 1 << 40) == most
 
 
-def test_a_window_never_shrinks(reducer: Reducer) -> None:
+def test_a_window_never_shrinks(reducer):
     before = reducer.engine.reserved()
     assert ask(reducer, 0, 0) == WINDOW
     assert reducer.engine.reserved() == before
 
 
-def test_a_reducer_announces_only_what_the_worker_has(implementation: str) -> None:
+def test_a_reducer_announces_only_what_the_worker_has(implementation):
     (welcome,) = Reducer(implementation).hello(0)
     assert decode(Welcome, welcome.payload).features == 0
 
@@ -101,12 +94,10 @@ def test_a_reducer_announces_only_what_the_worker_has(implementation: str) -> No
 
 
 @pytest.fixture
-def far(implementation: str) -> Callable[..., Driven]:
+def far(implementation):
     """Makes rank 0 of 2, with a reducer that is so far away and has allowed 16 MiB."""
 
-    def join(
-        round_trip_s: float = ROUND_TRIP_S, features: int = Feature.CREDIT, window: int = 0
-    ) -> Driven:
+    def join(round_trip_s=ROUND_TRIP_S, features=Feature.CREDIT, window=0):
         session = Driven(implementation, 0, 2, ("a:1",), window)
         (hello,) = session.session.connected(0, round_trip_s)
         welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window)
@@ -120,15 +111,15 @@ def far(implementation: str) -> Callable[..., Driven]:
 class Journey:
     """An all-reduce of 80 MiB, whose results come a round trip after their contributions."""
 
-    def __init__(self, session: Driven) -> None:
+    def __init__(self, session):
         self.session, self.now = session, 1.0
         self.under_way = sent(session.session.submit(operation(80 * MIB), self.now))
         self.refill()
 
-    def refill(self) -> None:
+    def refill(self):
         self.under_way += sent(self.session.flight.refill(self.now), M.CONTRIBUTION)
 
-    def go_on(self) -> list[int]:
+    def go_on(self):
         """Let a round trip pass; return the windows that are asked for then."""
         self.now += TAKEN_S
         arrived, self.under_way = self.under_way, []
@@ -140,11 +131,11 @@ class Journey:
         return [header.window for _, header in asked]
 
 
-def allow(session: Driven, window: int) -> None:
+def allow(session, window):
     assert session.session.receive(0, Header(M.CREDIT, window=window).pack(), b"", 2.0) == []
 
 
-def test_a_worker_asks_for_what_rate_and_round_trip_ask_for(far: Callable[..., Driven]) -> None:
+def test_a_worker_asks_for_what_rate_and_round_trip_ask_for(far):
     session = far()
     journey = Journey(session)
     # 512 KiB and five round trips of the rate, which is the window in each.
@@ -163,7 +154,7 @@ def test_a_worker_asks_for_what_rate_and_round_trip_ask_for(far: Callable[..., D
     assert session.flight.stats(0).window == 20 * MIB
 
 
-def test_it_asks_again_a_second_later(far: Callable[..., Driven]) -> None:
+def test_it_asks_again_a_second_later(far):
     session = far()
     journey = Journey(session)
     asked = [len(journey.go_on()) for _ in range(8)]
@@ -177,7 +168,7 @@ def test_it_asks_again_a_second_later(far: Callable[..., Driven]) -> None:
         ({"window": 8 * MIB}, "it was set"),
     ],
 )
-def test_others_do_not_ask(far: Callable[..., Driven], given: dict, why: str) -> None:
+def test_others_do_not_ask(far, given, why):
     session = far(**given)
     journey = Journey(session)
     assert [journey.go_on() for _ in range(4)] == [[]] * 4, why

@@ -1,7 +1,5 @@
 """The reducer's rules one by one."""
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np
@@ -26,7 +24,7 @@ from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode
 from tests.engine.words import WINDOW, M, Reducer, kinds, lost_rank, number, told, with_ranks
 
 
-def test_the_last_contribution_sends_the_result_to_all(reducer: Reducer) -> None:
+def test_the_last_contribution_sends_the_result_to_all(reducer):
     assert reducer.contribute(1, value=2.0) == []
     sends = reducer.contribute(0, value=0.5)
     assert {send.peer for send in sends} == {b"0", b"1"}
@@ -36,7 +34,7 @@ def test_the_last_contribution_sends_the_result_to_all(reducer: Reducer) -> None
     assert reducer.engine.held() == 0
 
 
-def test_the_fold_is_in_rank_order(implementation: str) -> None:
+def test_the_fold_is_in_rank_order(implementation):
     values = [1e8, 1.0, -1e8, 1.0]
     expected = np.float32(0)
     for value in values:
@@ -47,7 +45,7 @@ def test_the_fold_is_in_rank_order(implementation: str) -> None:
         assert (np.frombuffer(sends[0].payload, np.float32) == expected).all()
 
 
-def test_repeated_and_late_contributions_are_counted_and_dropped(reducer: Reducer) -> None:
+def test_repeated_and_late_contributions_are_counted_and_dropped(reducer):
     reducer.contribute(0)
     assert reducer.contribute(0) == []
     reducer.contribute(1)
@@ -59,7 +57,7 @@ def test_repeated_and_late_contributions_are_counted_and_dropped(reducer: Reduce
     assert reducer.engine.held() == 1024
 
 
-def test_a_mismatch_is_told_once_to_those_who_take_part(implementation: str) -> None:
+def test_a_mismatch_is_told_once_to_those_who_take_part(implementation):
     reducer = with_ranks(implementation, 3)
     reducer.contribute(0)
     errors = told(reducer.contribute(1, payload=bytes(68)))
@@ -76,13 +74,13 @@ def test_a_mismatch_is_told_once_to_those_who_take_part(implementation: str) -> 
     assert kinds(sends) == [M.RESULT] * 3
 
 
-def test_chunks_of_another_size_are_a_mismatch(reducer: Reducer) -> None:
+def test_chunks_of_another_size_are_a_mismatch(reducer):
     reducer.contribute(0, total_bytes=4096)
     errors = told(reducer.contribute(1, total_bytes=4096, payload=bytes(128)))
     assert {error.field for error in errors.values()} == {"chunk_bytes"}
 
 
-def test_ranks_that_were_asked_for_different_calls_before_are_a_mismatch(reducer: Reducer) -> None:
+def test_ranks_that_were_asked_for_different_calls_before_are_a_mismatch(reducer):
     most = (1 << 64) - 1
     reducer.contribute(0, sequence=PLACES + 1, since=3, history=most)
     errors = told(reducer.contribute(1, sequence=PLACES + 1, since=3, history=6))
@@ -96,16 +94,14 @@ def test_ranks_that_were_asked_for_different_calls_before_are_a_mismatch(reducer
     assert reducer.engine.held() == 0
 
 
-def test_what_came_before_is_compared_from_the_same_call_on(
-    reducer: Reducer, implementation: str
-) -> None:
+def test_what_came_before_is_compared_from_the_same_call_on(reducer, implementation):
     reducer.contribute(0, number(0), since=3, history=5)
     assert kinds(reducer.contribute(1, number(0), since=4, history=6)) == [M.RESULT] * 2
     assert kinds(reducer.contribute_both(number(1), since=4, history=7)) == [M.RESULT] * 2
     assert reducer.served.taken == (4 if implementation == "compiled" else 0)
 
 
-def test_an_abort_counts_although_its_watermark_has_passed_the_round(reducer: Reducer) -> None:
+def test_an_abort_counts_although_its_watermark_has_passed_the_round(reducer):
     reducer.contribute(0)
     body = encode_error(RankLostError("gone", rank=7))
     sends = reducer.say(0, M.ABORT, 0, body, watermark=1)
@@ -114,7 +110,7 @@ def test_an_abort_counts_although_its_watermark_has_passed_the_round(reducer: Re
     assert lost_rank(reducer.contribute(1), b"1") == 7
 
 
-def test_a_timeout_names_who_is_missing(implementation: str) -> None:
+def test_a_timeout_names_who_is_missing(implementation):
     reducer = with_ranks(implementation, 2, world_size=4)
     reducer.contribute(0)
     body = encode_error(ReductionTimeout("not done after 1 s"))
@@ -125,7 +121,7 @@ def test_a_timeout_names_who_is_missing(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("politely", [True, False])
-def test_a_rank_that_goes_fails_the_rounds_that_lack_it(reducer: Reducer, politely: bool) -> None:
+def test_a_rank_that_goes_fails_the_rounds_that_lack_it(reducer, politely):
     reducer.contribute(0, number(0))  # lacks rank 1
     reducer.contribute(1, number(1))  # does not
     if politely:
@@ -145,8 +141,8 @@ def test_a_rank_that_goes_fails_the_rounds_that_lack_it(reducer: Reducer, polite
     assert reducer.engine.jobs == []
 
 
-def test_pings_say_who_is_gone(reducer: Reducer) -> None:
-    def said(seconds: float) -> list[tuple[int, ...] | None]:
+def test_pings_say_who_is_gone(reducer):
+    def said(seconds):
         pings = [one for one in reducer.engine.tick(seconds) if kinds([one]) == [M.PING]]
         return [one.payload and decode(Stragglers, one.payload).missing for one in pings]
 
@@ -157,7 +153,7 @@ def test_pings_say_who_is_gone(reducer: Reducer) -> None:
     assert said(3 * PING_INTERVAL_S) == [None, None]
 
 
-def test_a_rank_may_come_back_but_not_start_anew(reducer: Reducer) -> None:
+def test_a_rank_may_come_back_but_not_start_anew(reducer):
     reducer.contribute_both(sequence=5, watermark=5)
     reducer.lose(b"1")
     refusal = told(reducer.hello(1, peer=b"new"))[b"new"]
@@ -167,7 +163,7 @@ def test_a_rank_may_come_back_but_not_start_anew(reducer: Reducer) -> None:
     assert kinds(reducer.contribute_both(sequence=6, watermark=6)) == [M.RESULT] * 2
 
 
-def test_a_rank_may_have_passed_a_round_that_opens_here(reducer: Reducer) -> None:
+def test_a_rank_may_have_passed_a_round_that_opens_here(reducer):
     reducer.contribute(0, sequence=3, watermark=3)
     assert reducer.contribute(1, sequence=2) == []  # rank 0 holds the result, and will claim it
     assert reducer.rounds() == {2, 3}
@@ -175,7 +171,7 @@ def test_a_rank_may_have_passed_a_round_that_opens_here(reducer: Reducer) -> Non
     assert reducer.engine.counters.late == 1
 
 
-def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer: Reducer) -> None:
+def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer):
     (ping,) = reducer.hello(1, peer=b"new")
     assert (ping.peer, Header.unpack(ping.header).type) == (b"1", M.PING)
     reducer.engine.tick(0.0)  # pings again, and the holder has been reached
@@ -189,7 +185,7 @@ def test_a_taken_rank_is_refused_unless_its_holder_is_gone(reducer: Reducer) -> 
     assert [(s.peer, Header.unpack(s.header).type) for s in sends] == [(b"newest", M.WELCOME)]
 
 
-def test_settings_must_agree(reducer: Reducer) -> None:
+def test_settings_must_agree(reducer):
     reducer.lose(b"1")
     for change in ({"reducers": 2}, {"chunk_bytes": 64}, {"patience_ms": 2000}):
         error = told(reducer.hello(1, peer=b"x", **change))[b"x"]
@@ -200,7 +196,7 @@ def test_settings_must_agree(reducer: Reducer) -> None:
     assert isinstance(told(reducer.hello(1, peer=b"x", world_size=3))[b"x"], MismatchError)
 
 
-def test_a_later_generation_ends_the_earlier(reducer: Reducer) -> None:
+def test_a_later_generation_ends_the_earlier(reducer):
     reducer.contribute(0)
     sends = reducer.hello(0, peer=b"new", generation=1)
     errors = told(sends)
@@ -211,7 +207,7 @@ def test_a_later_generation_ends_the_earlier(reducer: Reducer) -> None:
     assert (refusal.generation, refusal.current) == (0, 1)
 
 
-def test_memory_is_refused_before_it_is_taken(implementation: str) -> None:
+def test_memory_is_refused_before_it_is_taken(implementation):
     reducer = Reducer(implementation, memory_limit=3 * SPARE_CHUNKS * LARGEST_CHUNK)
     assert kinds(reducer.hello(0, window=0)) == [M.WELCOME]
     error = told(reducer.hello(0, peer=b"other", job="other job", chunk_bytes=64))[b"other"]
@@ -221,7 +217,7 @@ def test_memory_is_refused_before_it_is_taken(implementation: str) -> None:
     assert kinds(reducer.hello(1, window=0)) == [M.WELCOME]  # it was set aside with rank 0's
 
 
-def test_who_exceeds_the_window_is_refused(implementation: str) -> None:
+def test_who_exceeds_the_window_is_refused(implementation):
     reducer = with_ranks(implementation, 2, chunk_bytes=64)
     most = WINDOW // 1024 + SPARE_CHUNKS  # these preceded what was in flight when they were sent
     for sequence in range(most):
@@ -235,7 +231,7 @@ def test_who_exceeds_the_window_is_refused(implementation: str) -> None:
     assert reducer.engine.newly_dropped() == []
 
 
-def test_a_shutdown_serves_members_until_it_is_closed(reducer: Reducer) -> None:
+def test_a_shutdown_serves_members_until_it_is_closed(reducer):
     reducer.contribute(0, number(0))
     assert kinds(reducer.engine.drain()) == [M.GOODBYE] * 2
     assert kinds(reducer.contribute(1, number(0))) == [M.RESULT] * 2
@@ -267,9 +263,7 @@ def test_a_shutdown_serves_members_until_it_is_closed(reducer: Reducer) -> None:
         (Header(M.HELLO).pack(), b"{}"),
     ],
 )
-def test_what_breaks_the_protocol_concerns_its_sender_alone(
-    reducer: Reducer, frame: bytes, payload: bytes
-) -> None:
+def test_what_breaks_the_protocol_concerns_its_sender_alone(reducer, frame, payload):
     (send,) = reducer.engine.receive(b"0", frame, payload)
     assert send.peer == b"0"
     assert isinstance(told([send])[b"0"], RemoteProtocolError)
@@ -278,15 +272,13 @@ def test_what_breaks_the_protocol_concerns_its_sender_alone(
     assert kinds(reducer.hello(0, peer=b"a new connection")) == [M.WELCOME]
 
 
-def test_a_stranger_is_told_to_say_hello(reducer: Reducer) -> None:
+def test_a_stranger_is_told_to_say_hello(reducer):
     frame = Header(M.CONTRIBUTION, job=fingerprint("job")).pack()
     (send,) = reducer.engine.receive(b"stranger", frame, b"")
     assert type(told([send])[b"stranger"]) is MembershipError
 
 
-def test_the_life_of_a_job_is_in_the_log(
-    reducer: Reducer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_life_of_a_job_is_in_the_log(reducer, caplog):
     caplog.set_level(logging.INFO)
     for rank in range(2):
         reducer.hello(rank, peer=b"new %d" % rank, job="another")
@@ -307,18 +299,14 @@ def test_the_life_of_a_job_is_in_the_log(
     assert [rank for job, rank in facts if job == "another"] == ranks
 
 
-def test_a_later_generation_is_in_the_log(
-    reducer: Reducer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_later_generation_is_in_the_log(reducer, caplog):
     caplog.set_level(logging.INFO)
     reducer.hello(0, peer=b"later", generation=3)
     assert caplog.messages == ["job 'job': generation 0 ends, and 3 begins"]
     assert caplog.records[0].job == "job"
 
 
-def test_the_loss_of_a_reducer_is_in_the_log_once(
-    implementation: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_loss_of_a_reducer_is_in_the_log_once(implementation, caplog):
     caplog.set_level(logging.INFO)
     reducer = with_ranks(implementation, 2, reducers=2)
     caplog.clear()
@@ -333,7 +321,7 @@ def test_the_loss_of_a_reducer_is_in_the_log_once(
     assert caplog.messages[1:] == ["job 'job': rank 1 has lost all reducers, and begins anew"]
 
 
-def test_who_falls_silent_is_named_with_its_host_and_for_how_long(reducer: Reducer) -> None:
+def test_who_falls_silent_is_named_with_its_host_and_for_how_long(reducer):
     for rank in range(2):
         reducer.hello(rank, peer=b"new %d" % rank, job="another", host_name=f"node-{rank}")
     reducer.now = 100.0

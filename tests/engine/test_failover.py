@@ -1,9 +1,6 @@
 """What a worker does when a reducer is lost: the rules one by one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,41 +27,38 @@ from worker_client.protocol.failover import ADOPT_S
 from worker_client.protocol.flight import Finish, HandOver, Reset, Send
 from worker_client.protocol.operation import HURRY_S, STRAGGLER_S
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 @pytest.fixture
-def three(implementation: str) -> Driven:
+def three(implementation):
     """Rank 0 of 2, with three reducers and chunks of 64 bytes."""
     return joined(implementation, 0, 2, ("a:1", "b:2", "c:3"), 3 * 4096, 64)
 
 
 @pytest.fixture
-def hosted(implementation: str) -> Driven:
+def hosted(implementation):
     """Rank 0 of 2; rank 1 hosts the second reducer."""
     return joined(implementation, 0, 2, ("a:1", "b:2"), 4096, 64, hosts={1: 1})
 
 
-def resets(actions: list) -> list[int]:
+def resets(actions):
     return [action.link for action in actions if isinstance(action, Reset)]
 
 
-def losses(actions: list) -> list[tuple[int, Loss]]:
+def losses(actions):
     """SHARD_MAP messages, as (link, what is lost), whichever process it was."""
     kinds = [(a, Header.unpack(a.header).type) for a in actions if isinstance(a, Send)]
     told = [(a.link, decode(Loss, a.payload)) for a, kind in kinds if kind is M.SHARD_MAP]
     return [(link, replace(loss, incarnation="")) for link, loss in told]
 
 
-def hear_of(session: Driven, link: int, reducer: int, epoch: int, process: str = "") -> list:
+def hear_of(session, link, reducer, epoch, process=""):
     """Another rank says that it has lost a reducer."""
     loss = Loss(reducer, epoch, incarnation=process)
     return session.receive(link, Header(M.SHARD_MAP).pack(), encode(loss))
 
 
 # How the second reducer is lost.
-WAYS: dict[str, Callable[[Driven], list[Any]]] = {
+WAYS = {
     "disconnected": lambda session: session.disconnected(1, "died"),
     "unknown": lambda session: error(session, 1, MembershipError("who are you?")),
     "misunderstood": lambda session: error(session, 1, RemoteProtocolError("what?")),
@@ -75,9 +69,7 @@ WAYS: dict[str, Callable[[Driven], list[Any]]] = {
 
 
 @pytest.mark.parametrize("lose", WAYS.values(), ids=WAYS)
-def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(
-    three: Driven, lose: Callable[[Driven], list[Any]]
-) -> None:
+def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(three, lose):
     mine = operation(64 * 6)
     contributions = sent(three.submit(mine, 0.0), M.CONTRIBUTION)
     actions = lose(three)
@@ -94,15 +86,13 @@ def test_a_reducer_is_closed_and_told_of_and_its_chunks_move(
     assert bytes(mine.view) == b"\7" * 64 * 6
 
 
-def test_a_loss_is_told_once(three: Driven) -> None:
+def test_a_loss_is_told_once(three):
     three.disconnected(1, "died")
     assert hear_of(three, 0, 1, 0) == []
     assert hear_of(three, 2, 1, 0) == []
 
 
-def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(
-    three: Driven, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(three, caplog):
     three.disconnected(1, "died")
     told = hear_of(three, 0, 1, 1)  # that rank lost it after it had answered what is next
     assert losses(told) == [(0, Loss(1, 1)), (2, Loss(1, 1))]
@@ -112,8 +102,8 @@ def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(
 
 @pytest.mark.parametrize("answers", ["never", "once", "with a refusal"])
 def test_a_lost_reducer_that_never_answered_may_have_a_wrong_address(
-    implementation: str, answers: str, caplog: pytest.LogCaptureFixture
-) -> None:
+    implementation, answers, caplog
+):
     session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192)
     join(session, 0)
     if answers == "once":
@@ -127,7 +117,7 @@ def test_a_lost_reducer_that_never_answered_may_have_a_wrong_address(
     assert ("reducer b:2 died, or a rank cannot reach it: going on" in caplog.text) != advised
 
 
-def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) -> None:
+def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three):
     three.disconnected(1, "died")
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
     found = sorted((link, header.offset) for link, header in contributions)
@@ -135,7 +125,7 @@ def test_what_begins_while_a_reducer_is_lost_goes_to_the_heirs(three: Driven) ->
     assert {header.epoch for _, header in contributions} == {0}
 
 
-def test_a_result_that_is_here_is_claimed_and_supplied(three: Driven) -> None:
+def test_a_result_that_is_here_is_claimed_and_supplied(three):
     contributions = sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)
     done = next(header for link, header in contributions if link == 1)
     result(three, 1, done)
@@ -150,7 +140,7 @@ def test_a_result_that_is_here_is_claimed_and_supplied(three: Driven) -> None:
     assert three.session.failover.claimed == three.session.failover.supplied == 1
 
 
-def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -> None:
+def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three):
     for link, header in sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION):
         ended = result(three, link, header)
     assert errors(ended) == [None]
@@ -164,7 +154,7 @@ def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three: Driven) -
     assert sent(lost, M.RETAINED) == []
 
 
-def test_a_second_loss_moves_what_was_moved(three: Driven) -> None:
+def test_a_second_loss_moves_what_was_moved(three):
     three.submit(operation(64 * 6), 0.0)
     three.disconnected(1, "died")
     lost = three.disconnected(0, "died too")
@@ -172,14 +162,14 @@ def test_a_second_loss_moves_what_was_moved(three: Driven) -> None:
     assert [chunk.offset for chunk in three.flight.carried(2)] == [64 * n for n in range(6)]
 
 
-def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three: Driven) -> None:
+def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three):
     three.disconnected(1, "died")
     assert losses(join(three, 1)) == [(1, Loss(1, 0))]
     links = {link for link, _ in sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION)}
     assert links == {0, 2}
 
 
-def test_who_has_waited_for_a_reducer_is_told_to_wait_longer(implementation: str) -> None:
+def test_who_has_waited_for_a_reducer_is_told_to_wait_longer(implementation):
     session = joined(implementation, 0, 2, ("a:1",), 8192, wait_s=7.5)
     session.submit(operation(), 0.0)
     session.disconnected(0, "died")
@@ -189,9 +179,7 @@ def test_who_has_waited_for_a_reducer_is_told_to_wait_longer(implementation: str
     assert str(failure).startswith(f"{said} to wait longer, or REDUCTION_FALLBACK")
 
 
-def test_who_waits_in_vain_for_another_process_is_told_to_have_more_reducers(
-    implementation: str,
-) -> None:
+def test_who_waits_in_vain_for_another_process_is_told_to_have_more_reducers(implementation):
     session = joined(implementation, 0, 2, ("a:1",), 8192, wait_s=7.5)
     session.submit(operation(), 0.0)
     session.disconnected(0, "closed the connection")
@@ -200,7 +188,7 @@ def test_who_waits_in_vain_for_another_process_is_told_to_have_more_reducers(
     assert "no reducer is left: set more REDUCTION_SERVERS, or REDUCTION_FALLBACK" in str(failure)
 
 
-def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) -> None:
+def test_with_no_reducer_left_everything_fails_and_begins_anew(session):
     session.submit(operation(), 0.0)
     session.disconnected(0, "died")
     assert errors(session.disconnected(1, "died as well")) == []
@@ -226,12 +214,12 @@ def test_with_no_reducer_left_everything_fails_and_begins_anew(session: Driven) 
     assert {link for link, _ in headers} == {0, 1}
 
 
-def wait_for_any(session: Driven, now: float) -> list:
+def wait_for_any(session, now):
     """What is done when nobody has answered until then."""
     return session.tick(now + 0.1)
 
 
-def served_by(session: Driven, link: int, actions: list) -> int:
+def served_by(session, link, actions):
     """Answer all contributions, as many at a time as the window has room for; return how many."""
     contributions = sent(actions, M.CONTRIBUTION)
     for to, header in contributions:
@@ -240,7 +228,7 @@ def served_by(session: Driven, link: int, actions: list) -> int:
     return len(contributions)
 
 
-def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three: Driven) -> None:
+def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three):
     for link in range(2):
         three.disconnected(link, "died")
     join(three, 0, "another process")
@@ -259,7 +247,7 @@ def test_a_reducer_that_is_back_takes_the_place_of_the_last_one(three: Driven) -
     assert {link for link, _ in sent(three.submit(operation(0), 0.0))} == {0}
 
 
-def test_the_first_that_answers_takes_the_place_of_the_last_one(three: Driven) -> None:
+def test_the_first_that_answers_takes_the_place_of_the_last_one(three):
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
         three.disconnected(link, "died")
@@ -268,7 +256,7 @@ def test_the_first_that_answers_takes_the_place_of_the_last_one(three: Driven) -
     assert served_by(three, 1, told) == 6
 
 
-def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three: Driven) -> None:
+def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three):
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
         three.disconnected(link, "died")
@@ -280,7 +268,7 @@ def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three: Driven) -> Non
     assert three.session._map.adopted == 1
 
 
-def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -> None:
+def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three):
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
         three.disconnected(link, "was cut")
@@ -292,7 +280,7 @@ def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three: Driven) -
     assert isinstance(failure, ReducerLostError)
 
 
-def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementation: str) -> None:
+def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementation):
     session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
     session.disconnected(0, "died")
     session.submit(operation(), 0.0)
@@ -301,9 +289,9 @@ def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementatio
 
 
 def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links_are_well(
-    implementation: str,
-) -> None:
-    own: dict[str, Any] = {"incarnation": "in its place", "fallback": True}
+    implementation,
+):
+    own = {"incarnation": "in its place", "fallback": True}
     session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, **own)
     session.submit(operation(), 0.0)
     hear_of(session, 0, 0, LAST_EPOCH, "lost")
@@ -312,7 +300,7 @@ def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links
     assert isinstance(actions[-1], HandOver)
 
 
-def test_another_rank_has_begun_anew(session: Driven) -> None:
+def test_another_rank_has_begun_anew(session):
     session.submit(operation(), 0.0)
     passed_on = losses(hear_of(session, 0, ALL_REDUCERS, 2))
     assert {link for link, *_ in passed_on} == {0, 1}  # each may know a rank that has not heard
@@ -325,7 +313,7 @@ def test_another_rank_has_begun_anew(session: Driven) -> None:
     assert all(header.epoch == 2 for _, header in headers)
 
 
-def test_ranks_of_different_epochs_begin_anew(session: Driven) -> None:
+def test_ranks_of_different_epochs_begin_anew(session):
     session.submit(operation(), 0.0)
     wrong = MismatchError("epochs", field="epoch", rank=0, other_rank=1, expected=4, got=0)
     (failure,) = errors(error(session, 0, wrong, number(0)))
@@ -333,7 +321,7 @@ def test_ranks_of_different_epochs_begin_anew(session: Driven) -> None:
     assert session.session._map.epoch == 5
 
 
-def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted: Driven) -> None:
+def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted):
     hosted.submit(operation(), 0.0)
     actions = hosted.disconnected(1, "died")
     (failure,) = errors(actions)
@@ -348,7 +336,7 @@ def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted: Driven) -> None:
     assert failure.rank == 1
 
 
-def test_a_hosted_reducer_that_does_not_know_a_rank_is_joined_again(hosted: Driven) -> None:
+def test_a_hosted_reducer_that_does_not_know_a_rank_is_joined_again(hosted):
     hosted.submit(operation(), 0.0)
     actions = error(hosted, 1, MembershipError("I do not know you"))
     assert [type(failure) for failure in errors(actions)] == [MembershipError]
@@ -359,14 +347,12 @@ def test_a_hosted_reducer_that_does_not_know_a_rank_is_joined_again(hosted: Driv
     assert {link for link, _ in contributions} == {0, 1}
 
 
-def test_a_reducer_that_shuts_down_without_another_finishes(session: Driven) -> None:
+def test_a_reducer_that_shuts_down_without_another_finishes(session):
     session.disconnected(0, "died")
     assert session.receive(1, Header(M.GOODBYE).pack(), b"") == []
 
 
-def test_an_all_reduce_that_takes_long_is_asked_about(
-    session: Driven, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_all_reduce_that_takes_long_is_asked_about(session, caplog):
     ((link, _),) = sent(session.submit(operation(1, timeout_s=60.0), 0.0), M.CONTRIBUTION)
     assert sent(session.tick(STRAGGLER_S - 0.1)) == []
     ((asked, header),) = sent(session.tick(STRAGGLER_S))
@@ -379,7 +365,7 @@ def test_an_all_reduce_that_takes_long_is_asked_about(
     assert session.active == 1
 
 
-def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session: Driven) -> None:
+def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session):
     # The first was restarted, and that rank has never been there.
     ((link, _),) = sent(session.submit(operation(1, timeout_s=60.0), 0.0), M.CONTRIBUTION)
     ping = Header(M.PING).pack()
@@ -398,7 +384,7 @@ def test_a_rank_that_one_reducer_waits_for_and_another_has_lost_is_named(session
     assert errors(session.receive(link, later, encode(Stragglers((0,))))) == []
 
 
-def test_a_farewell_while_chunks_are_nowhere_ends_them(three: Driven) -> None:
+def test_a_farewell_while_chunks_are_nowhere_ends_them(three):
     three.submit(operation(64 * 6), 0.0)
     three.disconnected(1, "died")
     actions = three.close(RankLostError("closing", rank=0))
@@ -408,24 +394,20 @@ def test_a_farewell_while_chunks_are_nowhere_ends_them(three: Driven) -> None:
 
 
 @pytest.mark.parametrize(("reducer", "epoch"), [(-1, (1 << 32) - 1), (0, (1 << 32) - 2)])
-def test_an_epoch_to_which_no_job_comes_is_not_believed(
-    session: Driven, reducer: int, epoch: int
-) -> None:
+def test_an_epoch_to_which_no_job_comes_is_not_believed(session, reducer, epoch):
     actions = hear_of(session, 1, reducer, epoch)
     assert Reset(1) in actions
     assert losses(actions) == [(0, Loss(1, 0))], "who says so is out of use, nobody else"
 
 
 @pytest.mark.parametrize("expected", ["tomorrow", (1 << 32) - 1])
-def test_a_mismatch_on_epochs_that_are_none_is_not_believed(
-    session: Driven, expected: object
-) -> None:
+def test_a_mismatch_on_epochs_that_are_none_is_not_believed(session, expected):
     session.submit(operation(), 0.0)
     wrong = MismatchError("?", field="epoch", rank=0, other_rank=1, expected=expected, got=1)
     assert losses(error(session, 1, wrong, number(0))) == [(0, Loss(1, 0))]
 
 
-def test_a_result_is_kept_whatever_a_reducer_says_of_what_is_in_progress(session: Driven) -> None:
+def test_a_result_is_kept_whatever_a_reducer_says_of_what_is_in_progress(session):
     sends = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
     session.receive(0, Header(M.PING, watermark=(1 << 64) - 1).pack(), b"")
     for link, header in sends:

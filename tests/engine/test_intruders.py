@@ -1,7 +1,5 @@
 """What a broken or hostile worker may try at a reducer."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.engine.engine import MAX_DROPPED, MAX_LINES, MAX_REFUSALS, REFUSALS_S
@@ -22,21 +20,19 @@ from tests.engine.words import M, Reducer, kinds, told, two_chunks, with_ranks
         ({"window": 1 << 60}, CapacityError),
     ],
 )
-def test_a_hello_that_is_refused_ends_no_earlier_generation(
-    reducer: Reducer, change: dict, expected: type
-) -> None:
+def test_a_hello_that_is_refused_ends_no_earlier_generation(reducer, change, expected):
     (refusal,) = reducer.hello(1, peer=b"x", generation=9, claims="job", **change)
     assert isinstance(told([refusal])[b"x"], expected)
     assert kinds(reducer.contribute_both()) == [M.RESULT] * 2
 
 
-def test_a_rank_that_contradicts_itself_is_named(reducer: Reducer) -> None:
+def test_a_rank_that_contradicts_itself_is_named(reducer):
     two_chunks(reducer, 0, 0)
     errors = told(two_chunks(reducer, 0, 64, dtype=DType.INT32, wire_dtype=DType.INT32))
     assert (errors[b"0"].rank, errors[b"0"].other_rank) == (0, 0)
 
 
-def test_a_refused_contribution_changes_no_watermark(reducer: Reducer) -> None:
+def test_a_refused_contribution_changes_no_watermark(reducer):
     reducer.contribute_both()
     refusal = told(reducer.contribute(1, sequence=1 + MAX_ROUNDS_AHEAD, watermark=1))
     assert isinstance(refusal[b"1"], CapacityError)
@@ -46,12 +42,12 @@ def test_a_refused_contribution_changes_no_watermark(reducer: Reducer) -> None:
     assert reducer.rounds() == {1}
 
 
-def test_a_chunk_larger_than_the_settings_allow_is_refused(reducer: Reducer) -> None:
+def test_a_chunk_larger_than_the_settings_allow_is_refused(reducer):
     errors = told(reducer.contribute(0, payload=bytes((1 << 20) + 4)))
     assert isinstance(errors[b"0"], RemoteProtocolError)
 
 
-def test_errors_that_are_kept_hold_no_payload(reducer: Reducer) -> None:
+def test_errors_that_are_kept_hold_no_payload(reducer):
     reducer.lose(b"1")
     for sequence in range(3):
         assert told(reducer.contribute(0, sequence))[b"0"].rank == 1
@@ -60,14 +56,14 @@ def test_errors_that_are_kept_hold_no_payload(reducer: Reducer) -> None:
     assert all(reason.__traceback__ is None for _, reason in job.lost.values())
 
 
-def test_a_contest_is_refused_while_the_reducer_shuts_down(reducer: Reducer) -> None:
+def test_a_contest_is_refused_while_the_reducer_shuts_down(reducer):
     reducer.hello(1, peer=b"new")
     reducer.engine.drain()
     sends = reducer.engine.unreachable(b"1")
     assert isinstance(told(sends)[b"new"], ReducerLostError)
 
 
-def test_the_compiled_loop_takes_what_is_healthy() -> None:
+def test_the_compiled_loop_takes_what_is_healthy():
     reducer = with_ranks("compiled", 2)
     for sequence in range(2, 12):
         reducer.contribute_both(sequence, watermark=sequence)
@@ -83,7 +79,7 @@ def test_the_compiled_loop_takes_what_is_healthy() -> None:
 
 
 @pytest.mark.parametrize("change", [{"job": 1}, {"generation": 1}, {"rank": 0}])
-def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: dict) -> None:
+def test_a_contribution_in_anothers_name_is_refused(reducer, change):
     reducer.contribute(0)
     errors = told(reducer.contribute(**{"rank": 1, "peer": b"1", **change}))
     assert isinstance(errors[b"1"], RemoteProtocolError)
@@ -100,9 +96,7 @@ def test_a_contribution_in_anothers_name_is_refused(reducer: Reducer, change: di
     ],
 )
 @pytest.mark.parametrize("dtype", [DType.BLOCK8, DType.BLOCK8_E4M3])
-def test_a_chunk_that_cuts_a_block_is_refused(
-    reducer: Reducer, dtype: DType, change: dict, match: str
-) -> None:
+def test_a_chunk_that_cuts_a_block_is_refused(reducer, dtype, change, match):
     blocks = {"dtype": dtype, "wire_dtype": dtype, "payload": bytes(256)}
     assert len(reducer.contribute_both(**blocks)) == 2, "whole ones are summed"
     errors = told(reducer.contribute(1, 1, **blocks | change))
@@ -110,7 +104,7 @@ def test_a_chunk_that_cuts_a_block_is_refused(
     assert f"{match} {dtype.name}" in str(errors[b"1"])
 
 
-def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer: Reducer) -> None:
+def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer):
     said = {"tag": 7, "since": 2, "history": 9}
     reducer.contribute(0, 5, watermark=4, **said)
     sends = reducer.contribute(1, 5, watermark=5, **said)
@@ -129,14 +123,14 @@ def test_a_result_says_what_it_is_of_and_nothing_of_a_worker(reducer: Reducer) -
     assert [Header.unpack(send.header) for send in sends] == [expected, expected]
 
 
-def test_a_worker_sends_no_results(reducer: Reducer) -> None:
+def test_a_worker_sends_no_results(reducer):
     reducer.contribute(0)
     errors = told(reducer.contribute(1, type=M.RESULT))
     assert isinstance(errors[b"1"], RemoteProtocolError)
     assert errors[b"0"].rank == 1
 
 
-def test_who_breaks_the_protocol_is_told_once(reducer: Reducer) -> None:
+def test_who_breaks_the_protocol_is_told_once(reducer):
     assert told(reducer.say(0, M.WELCOME, 0)).keys() == {b"0"}
     assert reducer.engine.newly_dropped() == [b"0"]
     assert reducer.say(0, M.WELCOME, 0) == []
@@ -146,14 +140,14 @@ def test_who_breaks_the_protocol_is_told_once(reducer: Reducer) -> None:
     assert reducer.engine.newly_dropped() == []
 
 
-def test_who_is_unknown_is_told_once_and_may_say_hello(implementation: str) -> None:
+def test_who_is_unknown_is_told_once_and_may_say_hello(implementation):
     reducer = Reducer(implementation)
     assert kinds(reducer.contribute(0)) == [M.ERROR]
     assert reducer.contribute(0) == []
     assert kinds(reducer.hello(0)) == [M.WELCOME]
 
 
-def test_who_tries_on_and_on_is_dropped(implementation: str) -> None:
+def test_who_tries_on_and_on_is_dropped(implementation):
     reducer = Reducer(implementation, memory_limit=1)
     for _ in range(MAX_REFUSALS):
         assert kinds(reducer.hello(0)) == [M.ERROR]
@@ -161,7 +155,7 @@ def test_who_tries_on_and_on_is_dropped(implementation: str) -> None:
     assert reducer.engine.newly_dropped() == [b"0"]
 
 
-def test_refusals_are_forgotten_with_time(implementation: str) -> None:
+def test_refusals_are_forgotten_with_time(implementation):
     reducer = Reducer(implementation, memory_limit=1)
     for _ in range(MAX_REFUSALS):
         reducer.now += REFUSALS_S
@@ -170,7 +164,7 @@ def test_refusals_are_forgotten_with_time(implementation: str) -> None:
     assert reducer.engine.newly_dropped() == []
 
 
-def test_the_log_is_not_filled(reducer: Reducer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_is_not_filled(reducer, caplog):
     caplog.set_level("INFO")
     reducer.tick()
     for peer in range(100):
@@ -181,7 +175,7 @@ def test_the_log_is_not_filled(reducer: Reducer, caplog: pytest.LogCaptureFixtur
     assert caplog.messages[-1] == f"{100 - MAX_LINES} more lines of that kind"
 
 
-def test_dropped_peers_are_not_remembered_for_ever(reducer: Reducer) -> None:
+def test_dropped_peers_are_not_remembered_for_ever(reducer):
     for peer in range(MAX_DROPPED + 10):
         reducer.engine.receive(b"peer %d" % peer, b"", b"")
     assert len(reducer.engine.dropped) == MAX_DROPPED
@@ -202,9 +196,7 @@ def test_dropped_peers_are_not_remembered_for_ever(reducer: Reducer) -> None:
         (Limits(), {"window": (1 << 64) - 1}, "memory_limit"),
     ],
 )
-def test_what_is_too_much_is_refused_by_name(
-    implementation: str, limits: Limits, change: dict, limit: str
-) -> None:
+def test_what_is_too_much_is_refused_by_name(implementation, limits, change, limit):
     reducer = Reducer(implementation, limits=limits)
     assert kinds(reducer.hello(0)) == [M.WELCOME]
     error = told(reducer.hello(1, peer=b"1", **change))[b"1"]
@@ -215,7 +207,7 @@ def test_what_is_too_much_is_refused_by_name(
     assert kinds(reducer.hello(1, peer=b"new")) == [M.WELCOME]
 
 
-def test_a_full_reducer_takes_a_later_generation(implementation: str) -> None:
+def test_a_full_reducer_takes_a_later_generation(implementation):
     reducer = Reducer(implementation)
     reducer.hello(0)
     (job,) = reducer.engine.jobs
@@ -224,7 +216,7 @@ def test_a_full_reducer_takes_a_later_generation(implementation: str) -> None:
     assert kinds(reducer.hello(0, peer=b"new", generation=1))[0] is M.WELCOME
 
 
-def test_records_count_as_memory(implementation: str) -> None:
+def test_records_count_as_memory(implementation):
     reducer = Reducer(implementation, memory_limit=20 << 10)
     reducer.hello(0, world_size=1, window=0, chunk_bytes=64)
     (job,) = reducer.engine.jobs
@@ -244,7 +236,7 @@ def test_records_count_as_memory(implementation: str) -> None:
     assert kinds(reducer.contribute(0, sequence + 1, payload=bytes(64))) == [M.RESULT]
 
 
-def test_records_of_a_failed_round_are_given_back(reducer: Reducer) -> None:
+def test_records_of_a_failed_round_are_given_back(reducer):
     (job,) = reducer.engine.jobs
     taken = []
     for sequence in (0, 2):
@@ -255,7 +247,7 @@ def test_records_of_a_failed_round_are_given_back(reducer: Reducer) -> None:
     assert taken[0] == taken[1]
 
 
-def test_more_is_set_aside_for_records_while_there_is_room(implementation: str) -> None:
+def test_more_is_set_aside_for_records_while_there_is_room(implementation):
     reducer = Reducer(implementation, memory_limit=4 << 20)
     reducer.hello(0, world_size=1, window=0, chunk_bytes=64)
     (job,) = reducer.engine.jobs
@@ -264,7 +256,7 @@ def test_more_is_set_aside_for_records_while_there_is_room(implementation: str) 
     assert job.rounds.taken() <= job.reserved == job.rounds.reserved <= 4 << 20
 
 
-def test_ranges_that_are_given_up_are_counted(reducer: Reducer) -> None:
+def test_ranges_that_are_given_up_are_counted(reducer):
     body = encode_error(ReducerLostError("gone", reducer="x"))
     for number in range(MAX_GIVEN_UP):
         for sequence in (4 * number, 4 * number + 1):  # as one, as if two ranks had said it
@@ -275,13 +267,13 @@ def test_ranges_that_are_given_up_are_counted(reducer: Reducer) -> None:
     assert isinstance(error, RemoteProtocolError)
 
 
-def test_a_rank_of_a_job_that_does_not_read_is_dropped(reducer: Reducer) -> None:
+def test_a_rank_of_a_job_that_does_not_read_is_dropped(reducer):
     sends = reducer.engine.drop(b"1", CapacityError("reads nothing", limit="window"))
     assert told(sends).keys() == {b"1"}
     assert told(reducer.contribute(0))[b"0"].rank == 1
 
 
-def test_ranks_that_go_on_without_a_result_get_their_window_back(reducer: Reducer) -> None:
+def test_ranks_that_go_on_without_a_result_get_their_window_back(reducer):
     reducer.contribute(0)
     for rank in (1, 0):
         reducer.contribute(rank, sequence=1, watermark=1)
@@ -289,7 +281,7 @@ def test_ranks_that_go_on_without_a_result_get_their_window_back(reducer: Reduce
     assert reducer.engine.held() == 0
 
 
-def test_watermarks_that_leap_cost_no_more_than_others(reducer: Reducer) -> None:
+def test_watermarks_that_leap_cost_no_more_than_others(reducer):
     far = 1 << 60
     for sequence in (0, far):
         reducer.contribute(0, sequence, watermark=sequence)

@@ -1,7 +1,5 @@
 """What an engine makes of the keys that peers come with."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.engine.allow_list import LOCAL, AllowList
@@ -12,7 +10,6 @@ from reducer.errors import (
     DuplicateRankError,
     MembershipError,
     RankLostError,
-    ReductionError,
     RemoteProtocolError,
 )
 from reducer.wire.header import Header, fingerprint
@@ -27,19 +24,19 @@ NOBODY = AllowList({})
 
 
 @pytest.fixture
-def guarded(implementation: str) -> Reducer:
+def guarded(implementation):
     reducer = Reducer(implementation)
     assert reducer.engine.allow(BOTH) == []
     return reducer
 
 
-def refused(sends: list) -> ReductionError:
+def refused(sends):
     (error,) = told(sends).values()
     return error
 
 
 @pytest.mark.parametrize("key", ["", "key-2", "key-3", "job"])
-def test_only_the_jobs_key_admits(guarded: Reducer, key: str) -> None:
+def test_only_the_jobs_key_admits(guarded, key):
     assert isinstance(refused(guarded.hello(0, key)), AuthError)
     assert guarded.engine.counters.unauthenticated == guarded.engine.counters.refused == 1
     assert guarded.engine.jobs == []
@@ -47,17 +44,17 @@ def test_only_the_jobs_key_admits(guarded: Reducer, key: str) -> None:
         assert kinds(guarded.hello(rank, "key-1")) == [M.WELCOME]
 
 
-def test_a_peer_of_this_process_needs_none(guarded: Reducer) -> None:
+def test_a_peer_of_this_process_needs_none(guarded):
     assert kinds(guarded.hello(0, LOCAL)) == [M.WELCOME]
     assert guarded.engine.allow(NOBODY) == []
     assert [len(job.members) for job in guarded.engine.jobs] == [1]
 
 
-def test_limits_count_keys_and_not_names(implementation: str) -> None:
+def test_limits_count_keys_and_not_names(implementation):
     guarded = Reducer(implementation, limits=Limits(max_jobs_per_key=3))
     guarded.engine.allow(TWO_KEYS)
 
-    def join(key: str, job: str) -> list:
+    def join(key, job):
         return guarded.hello(0, key, f"{key}/{job}".encode(), job=job, window=1)
 
     for job in ("a/1", "a/2", "a/3"):
@@ -70,7 +67,7 @@ def test_limits_count_keys_and_not_names(implementation: str) -> None:
     assert kinds(join("key-1", "a/4")) == [M.WELCOME]
 
 
-def test_the_memory_of_a_keys_jobs_counts_together(implementation: str) -> None:
+def test_the_memory_of_a_keys_jobs_counts_together(implementation):
     guarded = Reducer(implementation, limits=Limits(job_memory_limit=5 << 20))
     guarded.engine.allow(TWO_KEYS)
     ends = [guarded.hello(0, "key-1", b"%d" % n, job=f"a/{n}") for n in range(4)]
@@ -83,7 +80,7 @@ def test_the_memory_of_a_keys_jobs_counts_together(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["keys", "no keys"])
-def test_the_names_of_header_and_body_are_one(implementation: str, allowed: bool) -> None:
+def test_the_names_of_header_and_body_are_one(implementation, allowed):
     # Else who has a key for one job could throw a rank out of another, whose connection broke.
     guarded = Reducer(implementation)
     if allowed:
@@ -96,9 +93,7 @@ def test_the_names_of_header_and_body_are_one(implementation: str, allowed: bool
     assert [len(job.members) for job in guarded.engine.jobs] == [2]
 
 
-def test_a_name_with_another_ones_fingerprint_is_refused(
-    guarded: Reducer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_with_another_ones_fingerprint_is_refused(guarded, monkeypatch):
     guarded.hello(0, "key-1")
     monkeypatch.setattr("reducer.engine.jobs.fingerprint", lambda _: fingerprint("job"))
     found = refused(guarded.hello(1, "key-2", job="other", claims="job"))
@@ -106,7 +101,7 @@ def test_a_name_with_another_ones_fingerprint_is_refused(
     assert "not the one that the body names" in str(found)
 
 
-def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
+def test_who_is_revoked_is_told_and_gone(guarded):
     for rank in range(2):
         guarded.hello(rank, "key-1")
         guarded.hello(rank, "key-2", b"other %d" % rank, job="other")
@@ -125,7 +120,7 @@ def test_who_is_revoked_is_told_and_gone(guarded: Reducer) -> None:
     assert kinds(guarded.contribute(1)) == [M.RESULT] * 2
 
 
-def test_of_two_keys_of_one_job_the_other_hears_whom_it_has_lost(implementation: str) -> None:
+def test_of_two_keys_of_one_job_the_other_hears_whom_it_has_lost(implementation):
     guarded = Reducer(implementation)
     guarded.engine.allow(AllowList({key: frozenset({"job"}) for key in ("old", "new")}))
     guarded.hello(0, "old")
@@ -139,7 +134,7 @@ def test_of_two_keys_of_one_job_the_other_hears_whom_it_has_lost(implementation:
     assert "revoked" in str(lost)
 
 
-def test_who_waits_for_a_rank_is_revoked_too(guarded: Reducer) -> None:
+def test_who_waits_for_a_rank_is_revoked_too(guarded):
     guarded.hello(0, "key-1")
     assert kinds(guarded.hello(0, "key-1", peer=b"again")) == [M.PING]
     sends = guarded.engine.allow(NOBODY)
@@ -150,7 +145,7 @@ def test_who_waits_for_a_rank_is_revoked_too(guarded: Reducer) -> None:
     assert guarded.engine.jobs == []
 
 
-def test_a_contest_keeps_its_key(guarded: Reducer) -> None:
+def test_a_contest_keeps_its_key(guarded):
     guarded.hello(0, "key-1")
     guarded.hello(0, "key-1", peer=b"again")
     sends = guarded.engine.unreachable(b"0")
@@ -159,7 +154,7 @@ def test_a_contest_keeps_its_key(guarded: Reducer) -> None:
     assert isinstance(refused(guarded.engine.allow(NOBODY)), AuthError)
 
 
-def test_a_rank_that_another_holds(guarded: Reducer) -> None:
+def test_a_rank_that_another_holds(guarded):
     for rank in range(2):
         guarded.hello(rank, "key-1")
     guarded.hello(1, "key-1", peer=b"twin")
@@ -170,7 +165,7 @@ def test_a_rank_that_another_holds(guarded: Reducer) -> None:
 # -- the worker's side ----------------------------------------------------------------------------
 
 
-def test_a_worker_without_the_right_key_does_not_join(newcomer: Driven) -> None:
+def test_a_worker_without_the_right_key_does_not_join(newcomer):
     why = AuthError("wrong key")
     assert newcomer.refused(0, why) == []
     assert newcomer.session.refusal is why
@@ -178,16 +173,14 @@ def test_a_worker_without_the_right_key_does_not_join(newcomer: Driven) -> None:
 
 
 @pytest.mark.parametrize("refused", [1, 2])
-def test_who_begins_without_all_waits_for_those_that_admit_it(
-    implementation: str, refused: int
-) -> None:
+def test_who_begins_without_all_waits_for_those_that_admit_it(implementation, refused):
     newcomer = Driven(implementation, 0, 1, ("a:1", "b:2"), 4096, patience_s=1.0)
     for index in range(refused):
         newcomer.refused(index, AuthError("wrong key"))
     assert isinstance(newcomer.session.refusal, AuthError) == (refused == 2)
 
 
-def test_calls_end_with_why_the_only_reducer_is_closed(lone: Driven) -> None:
+def test_calls_end_with_why_the_only_reducer_is_closed(lone):
     lone.submit(operation(), 0.0)
     actions = error(lone, 0, AuthError("revoked"))
     assert [type(failure) for failure in errors(actions)] == [AuthError]
@@ -199,7 +192,7 @@ def test_calls_end_with_why_the_only_reducer_is_closed(lone: Driven) -> None:
     assert Reset(0) in lone.tick(RETRY_S + 1.0)  # it may be back on the list
 
 
-def test_a_reducer_that_drops_us_is_lost_and_the_other_one_serves(session: Driven) -> None:
+def test_a_reducer_that_drops_us_is_lost_and_the_other_one_serves(session):
     session.submit(operation(), 0.0)
     actions = error(session, 0, AuthError("revoked"))
     assert errors(actions) == []

@@ -1,12 +1,9 @@
 """How long the others wait for each rank: the tally, its compiled twin, and what an engine says."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random
 import statistics
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -30,12 +27,6 @@ from reducer.wire.messages import Straggler, Stragglers, decode, encode
 from tests.engine import stragglers
 from tests.engine.words import M
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engine.driven import Driven
-    from tests.engine.words import Reducer
-
 MS = 1000
 # Who contributes to which of some all-reduces, and how long after the one before; or a turn.
 STEPS = st.lists(
@@ -44,7 +35,7 @@ STEPS = st.lists(
 )
 
 
-def everything(lateness: Lateness, world_size: int) -> list[object]:
+def everything(lateness, world_size):
     ranks = range(world_size)
     return [
         [lateness.all(span, cause) for span in Span for cause in Cause],
@@ -56,7 +47,7 @@ def everything(lateness: Lateness, world_size: int) -> list[object]:
 
 
 @given(st.integers(1, 4), STEPS)
-def test_both_count_alike(world_size: int, steps: list[tuple[int, int, int, int]]) -> None:
+def test_both_count_alike(world_size, steps):
     twins = [module.Rounds(world_size) for module in (slots, _slots)]
     for twin in twins:
         twin.keep_times()
@@ -82,7 +73,7 @@ def test_both_count_alike(world_size: int, steps: list[tuple[int, int, int, int]
         plain, compiled = (everything(twin.lateness, world_size) for twin in twins)
         assert plain == compiled
     assert twins[0].taken() == twins[1].taken()
-    times: list[list[slots.RoundTimes]] = []
+    times = []
     for twin in twins:
         while twin.oldest is not None:
             twin.discard_oldest()
@@ -95,19 +86,19 @@ def test_both_count_alike(world_size: int, steps: list[tuple[int, int, int, int]
 class Line:
     """What a reducer hears of one job."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size):
         self.lateness = Lateness(world_size)
         self._world_size = world_size
-        self._heard: dict[tuple[int, int], list[int]] = {}
+        self._heard = {}
 
-    def hear(self, ms: float, rank: int, sequence: int, chunk: int = 0) -> None:
+    def hear(self, ms, rank, sequence, chunk=0):
         """Take a contribution; they come in the order of time."""
         heard = self._heard.setdefault((sequence, chunk), [])
         heard.append(round(1e6 + ms * MS))
         alone_us = heard[-2] if len(heard) == self._world_size else 0
         self.lateness.hear(rank, sequence, heard[-1], alone_us)
 
-    def told(self) -> dict[int, tuple[float, float]]:
+    def told(self):
         """For how many ms the others have waited for each rank, late and slow."""
         for rank in range(self._world_size):  # much later, all waits are over
             self.lateness.hear(rank, -1, 1 << 60, 1 << 60)
@@ -115,14 +106,14 @@ class Line:
         return {one.rank: (one.late.us / MS, one.slow.us / MS) for one in found}
 
 
-def test_the_last_is_charged_with_what_it_alone_has_cost() -> None:
+def test_the_last_is_charged_with_what_it_alone_has_cost():
     line = Line(3)
     for rank, ms in ((0, 0), (2, 10), (1, 50)):
         line.hear(ms, rank, 0)
     assert line.told() == {1: (40.0, 0.0)}
 
 
-def test_who_begins_late_is_late_though_several_buffers_wait_for_it() -> None:
+def test_who_begins_late_is_late_though_several_buffers_wait_for_it():
     """Each rank computes a buffer in 5 ms, and rank 1 begins 100 ms later."""
     line = Line(3)
     events = [(5 * k + (100 if rank == 1 else 0), rank, k) for k in range(10) for rank in range(3)]
@@ -131,7 +122,7 @@ def test_who_begins_late_is_late_though_several_buffers_wait_for_it() -> None:
     assert line.told() == {1: (100.0, 0.0)}
 
 
-def test_who_is_early_is_not_charged_when_its_window_is_full() -> None:
+def test_who_is_early_is_not_charged_when_its_window_is_full():
     """Four chunks, of which two may be in flight; rank 1 begins 100 ms later."""
     line = Line(2)
     for ms, rank, chunk in (
@@ -142,7 +133,7 @@ def test_who_is_early_is_not_charged_when_its_window_is_full() -> None:
     assert line.told() == {1: (100.0, 0.0)}
 
 
-def test_who_falls_behind_in_the_middle_of_a_buffer_is_slow() -> None:
+def test_who_falls_behind_in_the_middle_of_a_buffer_is_slow():
     """A chunk takes 10 ms at rank 1 and 1 ms at rank 0, which has four in flight."""
     line, done = Line(2), [10.0 * chunk for chunk in range(21)]
     events = [(done[max(0, chunk - 3)] + 1, 0, chunk) for chunk in range(20)]
@@ -152,7 +143,7 @@ def test_who_falls_behind_in_the_middle_of_a_buffer_is_slow() -> None:
     assert line.told() == {1: (0.0, 39.0)}, "three chunks ahead, the others have to stop"
 
 
-def test_spans_follow_each_other() -> None:
+def test_spans_follow_each_other():
     lateness = Lateness(2)
     for number, expected in ((1, (0, 0, 0)), (2, (1, 0, 1)), (3, (1, 1, 2)), (4, (1, 1, 3))):
         lateness.hear(1, number, 1000 * number * MS + 3 * MS, 1000 * number * MS)
@@ -163,7 +154,7 @@ def test_spans_follow_each_other() -> None:
 
 @pytest.mark.parametrize("waits", [10, 50])
 @pytest.mark.parametrize("world_size", [2, 3, 8, 100])
-def test_chance_accuses_nobody(world_size: int, waits: int) -> None:
+def test_chance_accuses_nobody(world_size, waits):
     """Not even where now and then one is late by ten times as much: on a busy machine, say."""
     rng = random.Random(world_size * waits)
     for _ in range(200):
@@ -177,7 +168,7 @@ def test_chance_accuses_nobody(world_size: int, waits: int) -> None:
 
 @pytest.mark.parametrize("step_s", [0.5, 1.0, 1.5, 10.0])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_a_rank_that_delays_every_step_is_named(world_size: int, step_s: float) -> None:
+def test_a_rank_that_delays_every_step_is_named(world_size, step_s):
     looks = stragglers.run(world_size, step_s, stragglers.late(0.9))
     named = [one for look in looks for one in look.told if one is not None]
     assert {one.rank for one in named} == {stragglers.STRAGGLER}
@@ -188,7 +179,7 @@ def test_a_rank_that_delays_every_step_is_named(world_size: int, step_s: float) 
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_its_waits_need_not_be_of_one_length(world_size: int) -> None:
+def test_its_waits_need_not_be_of_one_length(world_size):
     looks = stragglers.run(world_size, 1.0, stragglers.late(0.7, varies=0.3))
     found = [one is not None and one.rank == stragglers.STRAGGLER for _, (one, _) in looks]
     assert sum(found) >= 0.9 * len(found)
@@ -196,15 +187,13 @@ def test_its_waits_need_not_be_of_one_length(world_size: int) -> None:
 
 @pytest.mark.parametrize("compute", [stragglers.exponential, stragglers.gaussian])
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_nobody_is_named_where_all_are_alike(
-    world_size: int, compute: Callable[[random.Random, int], float]
-) -> None:
+def test_nobody_is_named_where_all_are_alike(world_size, compute):
     for seed in range(20):
         looks = stragglers.run(world_size, 2.0, compute, seed, reducers=1)
         assert not any(look.told[0] for look in looks), seed
 
 
-def test_it_is_named_until_the_others_do_not_wait_for_it() -> None:
+def test_it_is_named_until_the_others_do_not_wait_for_it():
     """Steps of 10 s are longer than a look takes, and there is a pause of a minute in them."""
     lateness, watch, told = Lateness(2), Watch(), []
     for at in range(0, 3000, 5):
@@ -221,7 +210,7 @@ def test_it_is_named_until_the_others_do_not_wait_for_it() -> None:
 
 
 @given(st.lists(st.floats(3, 7.6), min_size=1, max_size=31))
-def test_medians_are_right_to_a_tenth(powers: list[float]) -> None:
+def test_medians_are_right_to_a_tenth(powers):
     lateness, lasted_us = Lateness(2), [int(10**power) for power in powers]
     for at, us in enumerate([*lasted_us, 1]):  # the last one goes on
         lateness.hear(1, at, (at + 1) * 10**9, (at + 1) * 10**9 - us)
@@ -238,7 +227,7 @@ def test_medians_are_right_to_a_tenth(powers: list[float]) -> None:
         *((0.997, "about 1.0 s"), (9.03, "about 9.0 s"), (43.2, "about 43 s")),
     ],
 )
-def test_how_long_is_said_in_two_digits(median_s: float, says: str) -> None:
+def test_how_long_is_said_in_two_digits(median_s, says):
     assert f"of the time, {says} each: it comes late" in str(Straggler(1, "late", 0.5, median_s))
 
 
@@ -246,7 +235,7 @@ def test_how_long_is_said_in_two_digits(median_s: float, says: str) -> None:
     ("least", "of", "share", "expected"),
     [(3, 3, 0.5, 1 / 8), (2, 7, 0.3, 1.0), (2, 3, 0.25, 10 / 64), (1, 40, 0.02, 1 - 0.98**40)],
 )
-def test_what_chance_brings(least: int, of: int, share: float, expected: float) -> None:
+def test_what_chance_brings(least, of, share, expected):
     assert chance(least, of, share) == pytest.approx(expected)
 
 
@@ -262,9 +251,7 @@ def test_what_chance_brings(least: int, of: int, share: float, expected: float) 
         ((12, 300, 20, 1), (0, 1), 10.0, "rank 3 for 36% of the time, about 0.28 s each"),
     ],
 )
-def test_whom_the_others_wait_for(
-    late: tuple[float, ...], others: tuple[float, ...], seconds: float, says: str | None
-) -> None:
+def test_whom_the_others_wait_for(late, others, seconds, says):
     lateness, now_us = Lateness(4), 1
     for rank, waits in ((3, late), (1, others)):
         lasted_ms = [
@@ -278,13 +265,11 @@ def test_whom_the_others_wait_for(
     assert (found is None) if says is None else says in str(found)
 
 
-def test_an_engine_names_it_once_until_it_is_over(
-    reducer: Reducer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_names_it_once_until_it_is_over(reducer, caplog):
     caplog.set_level(logging.INFO)
     sequence = 0
 
-    def make(rounds: int, late_s: float) -> None:
+    def make(rounds, late_s):
         nonlocal sequence
         for _ in range(rounds):
             for rank in range(2):
@@ -293,10 +278,10 @@ def test_an_engine_names_it_once_until_it_is_over(
             sequence += 2
         reducer.tick()
 
-    def said() -> list[str]:
+    def said():
         return [one.message for one in caplog.records if "wait for rank 1" in one.message]
 
-    def pinged() -> list[Straggler | None]:
+    def pinged():
         reducer.now += PING_INTERVAL_S
         sends = [send for send in reducer.engine.tick(reducer.now) if send.payload]
         return [decode(Stragglers, send.payload).straggler for send in sends]
@@ -318,11 +303,11 @@ def test_an_engine_names_it_once_until_it_is_over(
     assert pinged() == []
 
 
-def ping(told: Straggler | None) -> tuple[bytes, bytes]:
+def ping(told):
     return Header(M.PING).pack(), b"" if told is None else encode(Stragglers((), told))
 
 
-def test_a_worker_knows_whom_its_reducers_name(session: Driven) -> None:
+def test_a_worker_knows_whom_its_reducers_name(session):
     seldom, often = (Straggler(rank, "late", share, 0.04) for rank, share in ((1, 0.7), (0, 0.9)))
     assert session.session.straggler is None
     session.receive(0, *ping(seldom))
@@ -348,8 +333,8 @@ def test_a_worker_knows_whom_its_reducers_name(session: Driven) -> None:
         {"median_s": float("nan")},
     ],
 )
-def test_a_straggler_that_is_none(wrong: dict[str, object]) -> None:
-    right: dict[str, object] = {"rank": 1, "cause": "late", "share": 0.5, "median_s": 0.1}
+def test_a_straggler_that_is_none(wrong):
+    right = {"rank": 1, "cause": "late", "share": 0.5, "median_s": 0.1}
     told = {"missing": [], "straggler": right | {"what a later version adds": 1}}
     assert decode(Stragglers, json.dumps(told).encode()).straggler == Straggler(1, "late", 0.5, 0.1)
     told["straggler"] = right | wrong
@@ -360,7 +345,7 @@ def test_a_straggler_that_is_none(wrong: dict[str, object]) -> None:
         decode(Stragglers, json.dumps(told).encode())
 
 
-def test_a_rank_that_the_job_does_not_have_is_no_straggler(session: Driven) -> None:
+def test_a_rank_that_the_job_does_not_have_is_no_straggler(session):
     session.receive(0, *ping(Straggler(2, "late", 0.5, 0.1)))
     assert session.session.straggler is None
     assert not session.session.links[0].member, "who says so is no reducer"

@@ -1,7 +1,5 @@
 """The ranks' own question before a call: who asks it, who has gone on, and what becomes of it."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from reducer.errors import MismatchError
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error, encode_error
-from tests.engine.words import M, Reducer, kinds, number, told
+from tests.engine.words import M, kinds, number, told
 from worker_client.protocol.agreement import EVERY, OFTEN_S, Agreement
 from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.operation import refused
@@ -23,9 +21,7 @@ in_either_order = pytest.mark.parametrize("turn", [1, -1], ids=["question", "cal
 
 
 @in_either_order
-def test_a_question_that_a_rank_of_its_epoch_does_not_ask_is_declined(
-    reducer: Reducer, turn: int
-) -> None:
+def test_a_question_that_a_rank_of_its_epoch_does_not_ask_is_declined(reducer, turn):
     sends = []
     for rank, sequence in [(0, QUESTION), (1, CALL)][::turn]:
         sends += reducer.contribute(rank, sequence, epoch=3)
@@ -38,7 +34,7 @@ def test_a_question_that_a_rank_of_its_epoch_does_not_ask_is_declined(
 
 @in_either_order
 @pytest.mark.parametrize("epoch", [2, 5])
-def test_ranks_of_other_epochs_have_lost_touch(reducer: Reducer, turn: int, epoch: int) -> None:
+def test_ranks_of_other_epochs_have_lost_touch(reducer, turn, epoch):
     sends = []
     for rank, sequence, here in [(0, QUESTION, 3), (1, CALL, epoch)][::turn]:
         sends += reducer.contribute(rank, sequence, epoch=here)
@@ -47,16 +43,14 @@ def test_ranks_of_other_epochs_have_lost_touch(reducer: Reducer, turn: int, epoc
     assert (error.field, {error.expected, error.got}) == ("epoch", {3, epoch})
 
 
-def test_a_rank_that_has_the_answer_has_not_passed_the_question(reducer: Reducer) -> None:
+def test_a_rank_that_has_the_answer_has_not_passed_the_question(reducer):
     reducer.contribute(1, CALL, epoch=4, watermark=QUESTION)
     assert reducer.contribute(0, QUESTION, epoch=3) == [], "rank 1 will claim the answer"
     assert told(reducer.retain(1, QUESTION, epoch=3)) == {}
 
 
 @in_either_order
-def test_a_call_that_a_rank_gives_up_without_the_question_declines_it(
-    reducer: Reducer, turn: int
-) -> None:
+def test_a_call_that_a_rank_gives_up_without_the_question_declines_it(reducer, turn):
     why = encode_error(refused(1, "it is odd"))
     says = [
         lambda: reducer.contribute(0, QUESTION, epoch=3),
@@ -67,7 +61,7 @@ def test_a_call_that_a_rank_gives_up_without_the_question_declines_it(
     assert told(reducer.contribute(0, CALL, epoch=3))[b"0"].field == "call"
 
 
-def told_all(sends: list) -> list:
+def told_all(sends):
     """Errors that rank 0 is told."""
     headers = [(send, Header.unpack(send.header)) for send in sends if send.peer == b"0"]
     return [
@@ -77,7 +71,7 @@ def told_all(sends: list) -> list:
     ]
 
 
-def test_all_that_ask_are_answered(reducer: Reducer) -> None:
+def test_all_that_ask_are_answered(reducer):
     reducer.contribute(0, QUESTION)
     assert len(reducer.contribute(1, QUESTION)) == 2
 
@@ -86,9 +80,7 @@ def test_all_that_ask_are_answered(reducer: Reducer) -> None:
     ("between_s", "often"), [(10.0, 1), (0.5, 1), (0.15, 2), (0.01, 32), (1e-6, 64)]
 )
 @pytest.mark.parametrize("untold", [0, 9])
-def test_how_often_a_rank_asks_that_could_use_one_more(
-    between_s: float, often: int, untold: int
-) -> None:
+def test_how_often_a_rank_asks_that_could_use_one_more(between_s, often, untold):
     agreement = Agreement(needed=True, fixed=0, reducers=2)
     agreement.wanted = True
     now = 100.0
@@ -103,7 +95,7 @@ def test_how_often_a_rank_asks_that_could_use_one_more(
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_nothing_is_due_before_the_next_number_that_may_be(needed: bool) -> None:
+def test_nothing_is_due_before_the_next_number_that_may_be(needed):
     agreement = Agreement(needed=needed, fixed=0, reducers=2)
     due = [call for call in range(EVERY * 6) if agreement.due(number(call))]
     assert bool(due) is needed
@@ -115,7 +107,7 @@ def test_nothing_is_due_before_the_next_number_that_may_be(needed: bool) -> None
             assert following == number(next(at for at in due if at > call), 0)
 
 
-def test_a_pause_makes_a_rank_ask_at_once() -> None:
+def test_a_pause_makes_a_rank_ask_at_once():
     agreement = Agreement(needed=True, fixed=0, reducers=2)
     agreement.wanted = True
     for step in range(1000):
@@ -125,6 +117,6 @@ def test_a_pause_makes_a_rank_ask_at_once() -> None:
     assert agreement.due(number(1000))
 
 
-def test_places_of_a_call() -> None:
+def test_places_of_a_call():
     assert (number(0, 0), number(0), FIRST_PLACE) == (0, 1, 1)
     assert np.diff([number(call) for call in range(5)]).tolist() == [128] * 4

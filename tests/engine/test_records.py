@@ -1,7 +1,5 @@
 """The records of compiled rounds: where strangers' offsets lie, and what memory they take."""
 
-from __future__ import annotations
-
 import ast
 import os
 import random
@@ -9,14 +7,10 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.commands import run_command
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 ROOT = Path(__file__).parents[2]
 N = 2000
@@ -25,7 +19,7 @@ LARGEST = 1 << 48  # that an offset may be
 GOLDEN = 0x9E3779B97F4A7C15  # a multiplier that everybody knows: 2^64 over the golden ratio
 
 
-def compiled(folder: Path, *arguments: str) -> str:
+def compiled(folder, *arguments):
     """Compile a program of this folder, as the extensions are compiled; return its path."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
@@ -38,11 +32,11 @@ def compiled(folder: Path, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def probes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[int]], int]:
+def probes(tmp_path_factory):
     """Count the entries that are passed over to find each of these keys once."""
     program = compiled(tmp_path_factory.mktemp("probes"), "tests/engine/probes.c")
 
-    def count(keys: Sequence[int]) -> int:
+    def count(keys):
         packed = b"".join(key.to_bytes(8, "little") for key in keys)
         return int(subprocess.run([program], input=packed, capture_output=True, check=True).stdout)
 
@@ -50,21 +44,21 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[int]]
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> str:
+def records(tmp_path_factory):
     """A program that makes records of rounds; see `records.c`."""
     folder = tmp_path_factory.mktemp("records")
     wrapped = "-Wl,--wrap=calloc,--wrap=realloc"
     return compiled(folder, "tests/engine/records.c", "reducer/engine/slots.c", wrapped)
 
 
-def colliding() -> list[int]:
+def colliding():
     """Keys whose products with the known multiplier share bits 32 to 52."""
     inverse = pow(GOLDEN, -1, MODULUS)
     chance = random.Random(0)
     return [(number << 52 | chance.getrandbits(32)) * inverse % MODULUS for number in range(N)]
 
 
-def neighbours() -> list[int]:
+def neighbours():
     """Offsets in bounds whose products with the known multiplier begin with the same bits."""
     # Multiples of a number whose product is small, by the continued fraction of the ratio.
     small = min(range(1, 1 << 16), key=lambda offset: offset * GOLDEN % MODULUS)
@@ -81,9 +75,7 @@ def neighbours() -> list[int]:
         pytest.param(list(range(N)), id="bytes"),
     ],
 )
-def test_no_offsets_are_far_from_home(
-    keys: list[int], probes: Callable[[Sequence[int]], int]
-) -> None:
+def test_no_offsets_are_far_from_home(keys, probes):
     assert len(set(keys)) == N
     # Each program draws a multiplier: one in thousands may fit these keys badly.
     counts = sorted(probes(keys) for _ in range(3))
@@ -92,7 +84,7 @@ def test_no_offsets_are_far_from_home(
 
 @pytest.mark.parametrize("world_size", [1, 2, 300])
 @pytest.mark.parametrize("slots", [1, 8, 1023, 1024, 1500])
-def test_records_take_no_more_than_is_counted(world_size: int, slots: int, records: str) -> None:
+def test_records_take_no_more_than_is_counted(world_size, slots, records):
     # At 1024 slots the map has just grown. What malloc keeps for a thread seems to be in use.
     nothing_kept = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
     said = run_command(records, world_size, slots, env=nothing_kept).stdout.splitlines()
@@ -102,5 +94,5 @@ def test_records_take_no_more_than_is_counted(world_size: int, slots: int, recor
         assert in_use <= counted, said
 
 
-def test_for_want_of_memory_nothing_is_changed_and_nothing_leaks(records: str) -> None:
+def test_for_want_of_memory_nothing_is_changed_and_nothing_leaks(records):
     assert run_command(records).stdout == "unchanged\n"

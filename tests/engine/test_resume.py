@@ -1,7 +1,5 @@
 """Who may have a broken connection go on: RESUME."""
 
-from __future__ import annotations
-
 import hmac
 import struct
 
@@ -21,22 +19,13 @@ TICKET = "a" * 32
 SECRET = b"s" * 32
 
 
-def resume(
-    reducer: Reducer,
-    peer: bytes,
-    ticket: str,
-    number: int = 0,
-    *,
-    key: str = "",
-    auth: str = "",
-    attempt: int = 0,
-) -> list:
+def resume(reducer, peer, ticket, number=0, *, key="", auth="", attempt=0):
     body = encode(Stream(ticket, number, auth, attempt))
     return reducer.engine.receive(peer, Header(M.RESUME, offset=77).pack(), body, key)
 
 
 @pytest.fixture
-def two() -> tuple[Reducer, str]:
+def two():
     """A reducer of two ranks, and the ticket of rank 0, which has a stream."""
     reducer = Reducer("plain")
     ticket = join(reducer, 0, features=COMPILED_FEATURES)
@@ -45,7 +34,7 @@ def two() -> tuple[Reducer, str]:
     return reducer, ticket
 
 
-def test_who_asks_for_it_may(two: tuple[Reducer, str]) -> None:
+def test_who_asks_for_it_may(two):
     reducer, ticket = two
     assert reducer.engine.newly_resumable() == [b"0"]
     assert resume(reducer, b"x", ticket) == resume(reducer, b"y", ticket, 1) == []
@@ -53,12 +42,12 @@ def test_who_asks_for_it_may(two: tuple[Reducer, str]) -> None:
     assert reducer.engine.newly_resumed() == reducer.engine.newly_resumable() == []
 
 
-def test_a_worker_that_has_one_connection_gets_a_ticket_as_well() -> None:
+def test_a_worker_that_has_one_connection_gets_a_ticket_as_well():
     ticket = join(Reducer("plain"), 0, features=Feature.RESUME)
     assert len(ticket) == len(TICKET)
 
 
-def test_what_is_refused(two: tuple[Reducer, str]) -> None:
+def test_what_is_refused(two):
     reducer, ticket = two
     for number, (shown, at) in enumerate([(TICKET, 0), (ticket, 2)]):
         peer = b"x%d" % number
@@ -69,14 +58,14 @@ def test_what_is_refused(two: tuple[Reducer, str]) -> None:
     assert reducer.engine.newly_resumed() == []
 
 
-def test_a_connection_that_was_given_up(two: tuple[Reducer, str]) -> None:
+def test_a_connection_that_was_given_up(two):
     reducer, ticket = two
     reducer.engine.unreachable(b"0")
     assert isinstance(refusal(resume(reducer, b"x", ticket), b"x"), MembershipError)
     assert reducer.engine.newly_resumed() == []
 
 
-def test_who_goes_on_shows_the_key_of_the_link() -> None:
+def test_who_goes_on_shows_the_key_of_the_link():
     reducer = Reducer("plain")
     reducer.engine.allow(TWO_KEYS)
     ticket = join(reducer, 0, "key-1", features=COMPILED_FEATURES)
@@ -84,13 +73,13 @@ def test_who_goes_on_shows_the_key_of_the_link() -> None:
     assert resume(reducer, b"y", ticket, key="key-1") == []
 
 
-def proof(ticket: str, number: int = 0, attempt: int = 1, offset: int = 77) -> str:
+def proof(ticket, number=0, attempt=1, offset=77):
     """What the specification says of who goes on and knows `SECRET`."""
     said = f"resume\0{ticket}".encode() + struct.pack("<3Q", number, attempt, offset)
     return hmac.new(SECRET, said, "sha256").hexdigest()
 
 
-def test_who_goes_on_proves_that_it_knows_the_secret(two: tuple[Reducer, str]) -> None:
+def test_who_goes_on_proves_that_it_knows_the_secret(two):
     reducer, ticket = two
     reducer.engine._secret = SECRET
     of_a_stream = authentication.prove_stream(SECRET, ticket, 0)
@@ -103,11 +92,11 @@ def test_who_goes_on_proves_that_it_knows_the_secret(two: tuple[Reducer, str]) -
     assert resume(reducer, b"y", ticket, auth=proof(ticket), attempt=1) == []
 
 
-def test_a_proof_that_was_overheard_is_good_for_nothing(two: tuple[Reducer, str]) -> None:
+def test_a_proof_that_was_overheard_is_good_for_nothing(two):
     reducer, ticket = two
     reducer.engine._secret = SECRET
 
-    def said(peer: bytes, number: int, attempt: int) -> list:
+    def said(peer, number, attempt):
         auth = proof(ticket, number, attempt)
         return resume(reducer, peer, ticket, number, auth=auth, attempt=attempt)
 
@@ -123,7 +112,7 @@ def test_a_proof_that_was_overheard_is_good_for_nothing(two: tuple[Reducer, str]
     assert said(b"w", 0, 3) == []
 
 
-def test_a_rank_that_others_ask_for(two: tuple[Reducer, str]) -> None:
+def test_a_rank_that_others_ask_for(two):
     reducer, _ = two
     assert reducer.engine.contested() == []
     reducer.hello(0, peer=b"x", features=COMPILED_FEATURES)
@@ -137,9 +126,7 @@ def test_a_rank_that_others_ask_for(two: tuple[Reducer, str]) -> None:
     ("round_trip_s", "can", "asks"),
     [(FAR_S, True, True), (FAR_S, False, False), (0.9 * FAR_S, True, False), (0.2, True, True)],
 )
-def test_a_worker_asks_for_it_where_the_reducer_is_far(
-    implementation: str, round_trip_s: float, can: bool, asks: bool
-) -> None:
+def test_a_worker_asks_for_it_where_the_reducer_is_far(implementation, round_trip_s, can, asks):
     session = Driven(implementation, 0, 2, ("a:1",), 0, streams=3, resumes=can)
     (hello,) = session.session.connected(0, round_trip_s)
     assert bool(decode(Hello, hello.payload).features & Feature.RESUME) == asks

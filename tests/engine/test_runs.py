@@ -1,7 +1,5 @@
 """Runs, and processes of one run, that share a job's name."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.errors import RankLostError, StaleGenerationError
@@ -10,7 +8,7 @@ from tests.engine.words import M, Reducer, kinds, number, told
 
 
 @pytest.fixture
-def begun(implementation: str) -> Reducer:
+def begun(implementation):
     """Both ranks of the run ``one`` are here, and wait for each other's contributions."""
     reducer = Reducer(implementation)
     for rank in range(2):
@@ -19,7 +17,7 @@ def begun(implementation: str) -> Reducer:
     return reducer
 
 
-def test_ranks_of_two_runs_do_not_meet(implementation: str) -> None:
+def test_ranks_of_two_runs_do_not_meet(implementation):
     reducer = Reducer(implementation)
     reducer.hello(0, run="one", process="a")
     error = told(reducer.hello(1, run="two", process="b", peer=b"b"))[b"b"]
@@ -28,14 +26,14 @@ def test_ranks_of_two_runs_do_not_meet(implementation: str) -> None:
     assert kinds(reducer.hello(1, run="one", process="c")) == [M.WELCOME]
 
 
-def test_a_run_is_what_ranks_have_said_of_it(implementation: str) -> None:
+def test_a_run_is_what_ranks_have_said_of_it(implementation):
     reducer = Reducer(implementation)
     reducer.hello(0, run="one", process="a")
     assert kinds(reducer.hello(1, run="", process="b")) == [M.WELCOME]
 
 
 @pytest.mark.parametrize("away", [1, 2])
-def test_a_run_ends_an_earlier_one_that_is_away_as_a_whole(begun: Reducer, away: int) -> None:
+def test_a_run_ends_an_earlier_one_that_is_away_as_a_whole(begun, away):
     for rank in range(away):
         begun.engine.unreachable(b"%d" % rank)
     # Its watermark would do, and it does not say which process it is.
@@ -49,7 +47,7 @@ def test_a_run_ends_an_earlier_one_that_is_away_as_a_whole(begun: Reducer, away:
 
 
 @pytest.mark.parametrize("process", ["process 1", "another"])
-def test_a_new_process_does_not_come_back_as_an_old_one(begun: Reducer, process: str) -> None:
+def test_a_new_process_does_not_come_back_as_an_old_one(begun, process):
     begun.engine.unreachable(b"1")
     errors = told(begun.hello(1, run="one", process=process, peer=b"new", watermark=0))
     if process == "another":
@@ -60,9 +58,7 @@ def test_a_new_process_does_not_come_back_as_an_old_one(begun: Reducer, process:
 
 
 @pytest.mark.parametrize("last", ["farewell", "loss"])
-def test_a_rank_that_was_given_up_learns_that_the_others_have_left_meanwhile(
-    begun: Reducer, last: str
-) -> None:
+def test_a_rank_that_was_given_up_learns_that_the_others_have_left_meanwhile(begun, last):
     give_up, leave = (lambda: begun.lose(b"1")), (lambda: begun.say(0, M.GOODBYE, NO_SEQUENCE))
     for event in (give_up, leave) if last == "farewell" else (leave, give_up):
         event()
@@ -79,9 +75,7 @@ def test_a_rank_that_was_given_up_learns_that_the_others_have_left_meanwhile(
     ("generation", "process", "farewell"),
     [(0, "another", True), (1, "process 1", True), (0, "process 1", False)],
 )
-def test_who_left_an_earlier_life_of_a_job_is_waited_for(
-    begun: Reducer, generation: int, process: str, farewell: bool
-) -> None:
+def test_who_left_an_earlier_life_of_a_job_is_waited_for(begun, generation, process, farewell):
     begun.lose(b"1")
     begun.say(0, M.GOODBYE, NO_SEQUENCE) if farewell else begun.lose(b"0")
     assert begun.engine.jobs == []
@@ -89,7 +83,7 @@ def test_who_left_an_earlier_life_of_a_job_is_waited_for(
     assert begun.contribute(1, number(7), generation=generation) == []
 
 
-def test_a_rank_that_came_back_after_its_farewell_has_not_left_for_good(begun: Reducer) -> None:
+def test_a_rank_that_came_back_after_its_farewell_has_not_left_for_good(begun):
     begun.say(1, M.GOODBYE, NO_SEQUENCE)
     assert kinds(begun.hello(1, run="one", process="process 1")) == [M.WELCOME]
     begun.lose(b"1")

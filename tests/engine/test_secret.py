@@ -1,12 +1,9 @@
 """Ranks and the reducers that they host prove to each other that they know the job's secret."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -20,16 +17,13 @@ from tests.engine.twins import IMPLEMENTATIONS, Served
 from worker_client.protocol.flight import Send
 from worker_client.protocol.link import LinkState
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 SECRET = bytes(range(32))
 ADDRESS = "here:1"
 PEER, OTHER = b"peer-1", b"peer-2"
 M = MessageType
 
 
-def proof(secret: bytes, word: str, header: Header, hello: dict[str, Any], nonce: str) -> str:
+def proof(secret, word, header, hello, nonce):
     """What the specification says, in other words than the product's."""
     said = word.encode("ascii") + b"\0" + (hello["auth"][:32] + nonce).encode("ascii")
     numbers = (header.job, header.generation, header.rank, hello["reducer_index"], hello["lane"])
@@ -38,27 +32,27 @@ def proof(secret: bytes, word: str, header: Header, hello: dict[str, Any], nonce
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
-def served(request: pytest.FixtureRequest) -> Served:
+def served(request):
     return Served(request.param, memory_limit=1 << 30, address=ADDRESS, secret=SECRET)
 
 
-def a_rank(secret: bytes = SECRET, rank: int = 0) -> Driven:
+def a_rank(secret=SECRET, rank=0):
     return Driven("plain", rank, 2, (ADDRESS,), 1 << 16, hosts={0: 0}, secret=secret)
 
 
-def hello_of(rank: Driven) -> Send:
+def hello_of(rank):
     (said,) = rank.connected(0)
     return said
 
 
-def ask(served: Served, said: Send, peer: bytes = PEER) -> tuple[Header, bytes]:
+def ask(served, said, peer=PEER):
     """What the reducer answers to one message."""
     (answer,) = served.receive(peer, said.header, bytes(said.payload))
     assert answer.peer == peer
     return Header.unpack(answer.header), bytes(answer.payload)
 
 
-def refusal(answer: tuple[Header, bytes]) -> str:
+def refusal(answer):
     header, body = answer
     assert header.type is M.ERROR
     error = decode_error(body, header.sequence)
@@ -66,7 +60,7 @@ def refusal(answer: tuple[Header, bytes]) -> str:
     return str(error)
 
 
-def test_both_sides_prove_it_by_the_specification(served: Served) -> None:
+def test_both_sides_prove_it_by_the_specification(served):
     rank = a_rank()
     said = hello_of(rank)
     first = json.loads(bytes(said.payload))
@@ -86,7 +80,7 @@ def test_both_sides_prove_it_by_the_specification(served: Served) -> None:
     assert rank.links[0].state is LinkState.MEMBER
 
 
-def test_a_nonce_is_never_used_twice(served: Served) -> None:
+def test_a_nonce_is_never_used_twice(served):
     rank = a_rank()
     nonces = {json.loads(ask(served, hello_of(rank), peer)[1])["nonce"] for peer in (PEER, OTHER)}
     assert len(nonces) == 2
@@ -94,7 +88,7 @@ def test_a_nonce_is_never_used_twice(served: Served) -> None:
     assert len(set(said)) == 2
 
 
-def test_a_hello_that_was_heard_earlier_is_of_no_use(served: Served) -> None:
+def test_a_hello_that_was_heard_earlier_is_of_no_use(served):
     rank = a_rank()
     header, body = ask(served, hello_of(rank))
     (again,) = rank.receive(0, header.pack(), body)
@@ -107,14 +101,14 @@ def test_a_hello_that_was_heard_earlier_is_of_no_use(served: Served) -> None:
     assert "whose secret" in refusal(ask(served, again))
 
 
-def test_a_proof_for_another_reducer_is_of_no_use(served: Served) -> None:
+def test_a_proof_for_another_reducer_is_of_no_use(served):
     elsewhere = Driven("plain", 0, 2, ("there:1",), 1 << 16, hosts={0: 0}, secret=SECRET)
     header, body = ask(served, hello_of(elsewhere))
     (again,) = elsewhere.receive(0, header.pack(), body)
     assert "whose secret" in refusal(ask(served, again))
 
 
-def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served: Served) -> None:
+def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served):
     rank = a_rank()
     said = hello_of(rank)
     header, body = ask(served, said)
@@ -128,20 +122,20 @@ def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served: Served) -> No
     assert ask(served, again)[0].type is M.WELCOME
 
 
-def _without(hello: Hello) -> Hello:
+def _without(hello):
     return replace(hello, auth="")
 
 
-def _guessed(hello: Hello) -> Hello:
+def _guessed(hello):
     return replace(hello, auth=hello.auth + "0" * 64)
 
 
-def _of_another_rank(hello: Hello) -> Hello:
+def _of_another_rank(hello):
     return replace(hello, lane=1)
 
 
 @pytest.mark.parametrize("change", [_without, _guessed, _of_another_rank])
-def test_a_wrong_proof_is_refused(served: Served, change: Callable[[Hello], Hello]) -> None:
+def test_a_wrong_proof_is_refused(served, change):
     rank = a_rank()
     first = said = hello_of(rank)
     if change is not _without:
@@ -155,7 +149,7 @@ def test_a_wrong_proof_is_refused(served: Served, change: Callable[[Hello], Hell
     assert served.engine.jobs == []
 
 
-def test_a_rank_with_another_secret_is_refused(served: Served) -> None:
+def test_a_rank_with_another_secret_is_refused(served):
     rank = a_rank(secret=bytes(32))
     header, body = ask(served, hello_of(rank))
     (again,) = rank.receive(0, header.pack(), body)
@@ -166,7 +160,7 @@ def test_a_rank_with_another_secret_is_refused(served: Served) -> None:
 
 
 @pytest.mark.parametrize("secret", [b"", bytes(32)])
-def test_a_reducer_without_the_secret_is_refused(secret: bytes) -> None:
+def test_a_reducer_without_the_secret_is_refused(secret):
     stranger = Served("plain", memory_limit=1 << 30, address=ADDRESS, secret=secret)
     rank = a_rank()
     header, body = ask(stranger, hello_of(rank))
@@ -183,7 +177,7 @@ def test_a_reducer_without_the_secret_is_refused(secret: bytes) -> None:
     assert "does not know this job's secret" in str(rank.links[0].refusal)
 
 
-def test_a_pool_asks_for_no_secret() -> None:
+def test_a_pool_asks_for_no_secret():
     pool = Served("plain", memory_limit=1 << 30, address=ADDRESS)
     rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16, secret=SECRET)
     said = hello_of(rank)
@@ -193,7 +187,7 @@ def test_a_pool_asks_for_no_secret() -> None:
     assert rank.links[0].state is LinkState.MEMBER
 
 
-def test_who_knows_no_secret_answers_no_challenge() -> None:
+def test_who_knows_no_secret_answers_no_challenge():
     rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16)
     hello_of(rank)
     challenge = json.dumps({"nonce": "0" * 32}).encode()

@@ -1,7 +1,5 @@
 """The worker's rules one by one."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.errors import (
@@ -25,12 +23,12 @@ from worker_client.protocol.lifecycle import GRACE_S
 from worker_client.protocol.operation import LAST_S
 
 
-def test_contributions_start_at_another_reducer_for_every_rank(session: Driven) -> None:
+def test_contributions_start_at_another_reducer_for_every_rank(session):
     links = [link for link, _ in sent(session.submit(operation(), 0.0), M.CONTRIBUTION)]
     assert links == [1, 0, 1, 0]  # rank 1 of 2; every reducer has work before any has more
 
 
-def test_results_replace_the_buffer_and_refill_the_window(session: Driven) -> None:
+def test_results_replace_the_buffer_and_refill_the_window(session):
     mine = operation(64 * 12)
     first = sent(session.submit(mine, 0.0), M.CONTRIBUTION)
     assert len(first) == 4  # two in flight per reducer: 4096 bytes, of which each takes 1024
@@ -45,11 +43,9 @@ def test_results_replace_the_buffer_and_refill_the_window(session: Driven) -> No
 
 
 @pytest.mark.parametrize(("nbytes", "measured"), [(MEASURED_BYTES - 64, 0), (MEASURED_BYTES, 1)])
-def test_only_a_large_all_reduce_is_measured(
-    session: Driven, nbytes: int, measured: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[float] = []
-    ended: list[float | None] = []
+def test_only_a_large_all_reduce_is_measured(session, nbytes, measured, monkeypatch):
+    begun = []
+    ended = []
     monkeypatch.setattr(session._flow, "begin", begun.append)
     monkeypatch.setattr(session._flow, "end", ended.append)
     session.submit(operation(nbytes), 3.0)
@@ -57,7 +53,7 @@ def test_only_a_large_all_reduce_is_measured(
     assert (begun, ended) == ([3.0] * measured, [None] * measured)
 
 
-def test_a_failure_is_passed_to_the_other_reducers(session: Driven) -> None:
+def test_a_failure_is_passed_to_the_other_reducers(session):
     session.submit(operation(), 0.0)
     actions = error(session, 0, RankLostError("gone", rank=0), number(0))
     (failure,) = errors(actions)
@@ -67,7 +63,7 @@ def test_a_failure_is_passed_to_the_other_reducers(session: Driven) -> None:
     assert [session.in_flight(link) for link in range(2)] == [0, 0]
 
 
-def test_a_late_result_is_dropped(session: Driven) -> None:
+def test_a_late_result_is_dropped(session):
     mine = operation()
     contributions = sent(session.submit(mine, 0.0), M.CONTRIBUTION)
     error(session, 0, RankLostError("gone", rank=0), number(0))
@@ -76,7 +72,7 @@ def test_a_late_result_is_dropped(session: Driven) -> None:
 
 
 @pytest.mark.parametrize("change", [{"total_bytes": 512}, {"op": ReduceOp.MAX}, {"nbytes": 32}])
-def test_a_result_that_does_not_fit_is_an_error(lone: Driven, change: dict) -> None:
+def test_a_result_that_does_not_fit_is_an_error(lone, change):
     link, header = sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)[0]
     actions = result(lone, link, header._replace(**change))
     (failure,) = errors(actions)
@@ -84,7 +80,7 @@ def test_a_result_that_does_not_fit_is_an_error(lone: Driven, change: dict) -> N
     assert Reset(0) in actions
 
 
-def test_a_deadline_asks_who_is_missing(session: Driven) -> None:
+def test_a_deadline_asks_who_is_missing(session):
     session.submit(operation(timeout_s=5.0), 0.0)
     assert session.calls.active.earliest == 5.0
     assert session.tick(5.0 - LAST_S - 0.1) == []
@@ -98,7 +94,7 @@ def test_a_deadline_asks_who_is_missing(session: Driven) -> None:
     assert failure.missing == (0,)
 
 
-def test_a_deadline_passes_without_an_answer(session: Driven) -> None:
+def test_a_deadline_passes_without_an_answer(session):
     session.submit(operation(timeout_s=5.0), 0.0)
     session.tick(5.0)
     assert session.tick(5.0 + GRACE_S - 0.01) == []
@@ -109,7 +105,7 @@ def test_a_deadline_passes_without_an_answer(session: Driven) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [5.0, 0.5])
-def test_who_is_missing_is_known_before_the_deadline(session: Driven, timeout_s: float) -> None:
+def test_who_is_missing_is_known_before_the_deadline(session, timeout_s):
     """A slow link may not bring the answer in time that is asked for at the deadline."""
     session.submit(operation(timeout_s=timeout_s), 0.0)
     asked = session.tick(timeout_s - min(LAST_S, timeout_s / 2))
@@ -121,11 +117,11 @@ def test_who_is_missing_is_known_before_the_deadline(session: Driven, timeout_s:
     assert "waiting for rank 0" in str(failure)
 
 
-def test_each_call_is_asked_about_before_its_own_deadline(session: Driven) -> None:
+def test_each_call_is_asked_about_before_its_own_deadline(session):
     session.submit(operation(64, timeout_s=300.0), 0.0)
     session.submit(operation(64, timeout_s=5.0), 0.0)
 
-    def asked(now: float) -> set[int]:
+    def asked(now):
         return {header.sequence for _, header in sent(session.tick(now), M.STRAGGLERS)}
 
     assert asked(5.0 - LAST_S) == {number(1)}
@@ -138,7 +134,7 @@ def test_each_call_is_asked_about_before_its_own_deadline(session: Driven) -> No
     assert failure.missing == (), "what a reducer said 140 s ago names nobody"
 
 
-def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
+def test_the_last_reducer_that_is_lost_fails_everything(lone):
     lone.submit(operation(), 0.0)
     lone.submit(operation(1), 0.0)
     actions = lone.disconnected(0, "died")
@@ -163,7 +159,7 @@ def test_the_last_reducer_that_is_lost_fails_everything(lone: Driven) -> None:
     assert len(sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)) == 4
 
 
-def test_a_last_reducer_that_shuts_down_is_used_for_as_long_as_it_serves(lone: Driven) -> None:
+def test_a_last_reducer_that_shuts_down_is_used_for_as_long_as_it_serves(lone):
     contributions = sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)
     assert lone.receive(0, Header(M.GOODBYE).pack(), b"") == []
     for link, header in contributions:
@@ -174,14 +170,14 @@ def test_a_last_reducer_that_shuts_down_is_used_for_as_long_as_it_serves(lone: D
     assert "has ended" in str(failure)
 
 
-def test_a_last_reducer_that_knows_nobody_fails_everything_in_flight(lone: Driven) -> None:
+def test_a_last_reducer_that_knows_nobody_fails_everything_in_flight(lone):
     lone.submit(operation(), 0.0)
     lone.submit(operation(), 0.0)
     failures = errors(error(lone, 0, MembershipError("I do not know you")))
     assert [failure.sequence for failure in failures] == [0, 1]
 
 
-def test_a_refusal_is_kept(newcomer: Driven) -> None:
+def test_a_refusal_is_kept(newcomer):
     newcomer.connected(0)
     data = bytearray(Header(M.WELCOME).pack())
     data[4] = 7  # another major version
@@ -195,9 +191,7 @@ def test_a_refusal_is_kept(newcomer: Driven) -> None:
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(
-    implementation: str, refused: bool
-) -> None:
+def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(implementation, refused):
     session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192, begin_without_s=3.0)
     join(session, 0)
     session.connected(1)
@@ -213,7 +207,7 @@ def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(
         assert session.joined
 
 
-def test_no_rank_begins_without_a_reducer_that_a_rank_hosts(implementation: str) -> None:
+def test_no_rank_begins_without_a_reducer_that_a_rank_hosts(implementation):
     addresses, hosts = ("pool:1", "a:1", "b:2"), {1: 0, 2: 1}
     session = Driven(implementation, 0, 2, addresses, 8192, begin_without_s=3.0, hosts=hosts)
     join(session, 1)
@@ -225,14 +219,14 @@ def test_no_rank_begins_without_a_reducer_that_a_rank_hosts(implementation: str)
     assert session.joined
 
 
-def losses_told(actions: list) -> list[tuple[int, int]]:
+def losses_told(actions):
     """(link, reducer) of what a session says is lost."""
     told = [one for one in actions if isinstance(one, Send)]
     kinds = [(one, Header.unpack(one.header).type) for one in told]
     return [(one.link, decode(Loss, one.payload).reducer) for one, k in kinds if k is M.SHARD_MAP]
 
 
-def test_who_hears_that_the_last_late_reducer_is_lost_has_begun(implementation: str) -> None:
+def test_who_hears_that_the_last_late_reducer_is_lost_has_begun(implementation):
     session = Driven(implementation, 0, 2, ("a:1", "b:2", "c:3"), 8192, begin_without_s=3.0)
     join(session, 0)
     join(session, 1)
@@ -244,9 +238,7 @@ def test_who_hears_that_the_last_late_reducer_is_lost_has_begun(implementation: 
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(
-    implementation: str, late: bool
-) -> None:
+def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(implementation, late):
     ranks = [
         Driven(implementation, r, 2, ("a:1", "b:2"), 1 << 20, 64, begin_without_s=3.0)
         for r in range(2)
@@ -272,7 +264,7 @@ def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(
     assert len(cuts[0][0]) == 2 + late
 
 
-def join_with_lanes(session: Driven, index: int) -> list:
+def join_with_lanes(session, index):
     """Have a reducer welcome a session that says where its second lane is."""
     (hello,) = session.connected(index)
     window = Header.unpack(hello.header).window
@@ -280,7 +272,7 @@ def join_with_lanes(session: Driven, index: int) -> list:
     return session.receive(index, Header(M.WELCOME, window=window).pack(), welcome)
 
 
-def test_closing_says_goodbye_and_ends_everything(session: Driven) -> None:
+def test_closing_says_goodbye_and_ends_everything(session):
     session.submit(operation(), 0.0)
     actions = session.close(RankLostError("closing", rank=1))
     assert {link for link, _ in sent(actions, M.GOODBYE)} == {0, 1}
@@ -288,7 +280,7 @@ def test_closing_says_goodbye_and_ends_everything(session: Driven) -> None:
     assert session.active == 0
 
 
-def test_a_connection_made_anew_has_lost_what_the_old_one_carried(session: Driven) -> None:
+def test_a_connection_made_anew_has_lost_what_the_old_one_carried(session):
     first = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
     actions = session.connected(1)
     assert errors(actions) == []
@@ -299,7 +291,7 @@ def test_a_connection_made_anew_has_lost_what_the_old_one_carried(session: Drive
         assert link == 0
 
 
-def test_a_window_freed_by_a_deadline_is_used_at_once(session: Driven) -> None:
+def test_a_window_freed_by_a_deadline_is_used_at_once(session):
     session.submit(operation(64 * 12, timeout_s=5.0), 0.0)  # fills both windows
     assert sent(session.submit(operation(64), 0.0), M.CONTRIBUTION) == []
     session.tick(5.0)
@@ -307,7 +299,7 @@ def test_a_window_freed_by_a_deadline_is_used_at_once(session: Driven) -> None:
     assert [header.sequence for _, header in sent(actions, M.CONTRIBUTION)] == [number(1)]
 
 
-def test_a_repeated_result_counts_once(session: Driven) -> None:
+def test_a_repeated_result_counts_once(session):
     contributions = sent(session.submit(operation(), 0.0), M.CONTRIBUTION)
     for _ in range(4):
         assert errors(result(session, *contributions[0])) == []
@@ -315,7 +307,7 @@ def test_a_repeated_result_counts_once(session: Driven) -> None:
     assert session.in_flight(0) == 2048
 
 
-def test_too_far_ahead_nothing_is_said(lone: Driven) -> None:
+def test_too_far_ahead_nothing_is_said(lone):
     first = sent(lone.submit(operation(1), 0.0), M.CONTRIBUTION)
     # One after the other: only the first is not answered.
     for _ in range(MAX_ROUNDS_AHEAD // PLACES - 1):
@@ -332,7 +324,7 @@ def test_too_far_ahead_nothing_is_said(lone: Driven) -> None:
     assert len(sent(actions, M.CONTRIBUTION)) == 1  # now it may be
 
 
-def test_who_was_refused_asks_again(lone: Driven) -> None:
+def test_who_was_refused_asks_again(lone):
     lone.disconnected(0, "died")
     lone.connected(0)
     error(lone, 0, MembershipError("no"))
@@ -342,7 +334,7 @@ def test_who_was_refused_asks_again(lone: Driven) -> None:
     assert Reset(0) not in lone.tick(2 * RETRY_S), "once"
 
 
-def test_a_result_before_the_welcome_refuses_the_reducer(newcomer: Driven) -> None:
+def test_a_result_before_the_welcome_refuses_the_reducer(newcomer):
     newcomer.connected(0)
     newcomer.receive(0, Header(M.RESULT).pack(), b"")
     assert isinstance(newcomer.refusal, RemoteProtocolError)

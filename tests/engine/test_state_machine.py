@@ -4,10 +4,7 @@ The network delivers between connections in any order, repeats contributions, an
 only with their connection.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -31,10 +28,6 @@ from worker_client.protocol.joining import RETRY_S
 from worker_client.protocol.lifecycle import GRACE_S
 from worker_client.protocol.operation import Operation
 
-if TYPE_CHECKING:
-    import random
-    from unittest import TestCase
-
 COUNTS = (0, 1, 7, 16, 33, 100, 257)
 CHUNK_BYTES = 64
 SPARE_BYTES = SPARE_CHUNKS * MIN_CHARGE
@@ -53,7 +46,7 @@ class Call:
     odd_rank: int | None = None
     odd_field: str | None = None
 
-    def at(self, rank: int) -> Call:
+    def at(self, rank):
         """The call as this rank makes it."""
         if rank != self.odd_rank:
             return self
@@ -64,14 +57,14 @@ class Call:
             "name": Call(self.dtype, self.op, self.count, "another name"),
         }[self.odd_field]
 
-    def values(self, rank: int, sequence: int) -> np.ndarray:
+    def values(self, rank, sequence):
         """The bytes that this rank contributes."""
         call = self.at(rank)
         rng = np.random.default_rng([rank, sequence])
         return rng.integers(0, 120, call.count * call.dtype.itemsize, np.uint8)
 
 
-def _other_dtype(dtype: DType) -> DType:
+def _other_dtype(dtype):
     return {
         DType.FLOAT32: DType.INT32,
         DType.INT32: DType.FLOAT32,
@@ -80,7 +73,7 @@ def _other_dtype(dtype: DType) -> DType:
     }[dtype]
 
 
-def _other_op(op: ReduceOp) -> ReduceOp:
+def _other_op(op):
     return ReduceOp.MAX if op is ReduceOp.SUM else ReduceOp.SUM
 
 
@@ -96,13 +89,11 @@ class Training(RuleBasedStateMachine):
         spared=st.booleans(),
         whims=st.randoms(use_true_random=False),
     )
-    def start(
-        self, world_size: int, reducers: int, window: int, spared: bool, whims: random.Random
-    ) -> None:
+    def start(self, world_size, reducers, window, spared, whims):
         self.network = Network(world_size, reducers, CHUNK_BYTES, window, self.implementation)
         self.network.prompt = lambda: whims.random() < 0.5
-        self.calls: list[Call] = []
-        self.checked: list[set[int]] = [set() for _ in range(world_size)]
+        self.calls = []
+        self.checked = [set() for _ in range(world_size)]
         # Then nobody goes, the last reducer is there for all ranks all the time, and news of a loss
         # is faster than what it is about.
         self.spared = reducers - 1 if spared else None
@@ -110,14 +101,14 @@ class Training(RuleBasedStateMachine):
         self.gone_early = False
         self.network.connect()
 
-    def present(self) -> list[int]:
+    def present(self):
         return [rank for rank, worker in enumerate(self.network.workers) if worker.present]
 
-    def has_joined(self, rank: int) -> bool:
+    def has_joined(self, rank):
         """Whether it has been welcome at every reducer once."""
         return self.network.workers[rank].session._joining.complete
 
-    def let_news_pass(self) -> None:
+    def let_news_pass(self):
         """Deliver what was said of a loss before time passes, if that is promised."""
         if self.spared is not None and self.network.cut_off:
             self.network.deliver_all()
@@ -130,7 +121,7 @@ class Training(RuleBasedStateMachine):
         op=st.sampled_from([ReduceOp.SUM, ReduceOp.MIN, ReduceOp.PRODUCT]),
         count=st.sampled_from(COUNTS),
     )
-    def submit(self, data: st.DataObject, dtype: DType, op: ReduceOp, count: int) -> None:
+    def submit(self, data, dtype, op, count):
         rank = data.draw(st.sampled_from(self.present() or [0]), "rank")
         worker = self.network.workers[rank]
         if not (worker.present and self.has_joined(rank)):
@@ -148,7 +139,7 @@ class Training(RuleBasedStateMachine):
         count=st.sampled_from(COUNTS),
         share=st.floats(0.0, 1.0),
     )
-    def train(self, choice: random.Random, count: int, share: float) -> None:
+    def train(self, choice, count, share):
         """Every rank makes every call, and some of what is said arrives: losses hit the midst."""
         ranks = [rank for rank in self.present() if self.has_joined(rank)]
         self.calls.append(Call(DType.INT32, ReduceOp.SUM, count, "a name"))
@@ -158,7 +149,7 @@ class Training(RuleBasedStateMachine):
         waiting = sum(len(queue) for queue in self.network.waiting())
         self.deliver_some(choice, int(3 * share * waiting))
 
-    def call(self, rank: int) -> None:
+    def call(self, rank):
         worker = self.network.workers[rank]
         sequence = len(worker.started)
         call = self.calls[sequence].at(rank)
@@ -166,16 +157,16 @@ class Training(RuleBasedStateMachine):
         self.network.submit(rank, Operation(view, call.dtype, call.op, call.name, TIMEOUT_S))
 
     @rule(choice=st.randoms(use_true_random=False), count=st.integers(1, 40))
-    def deliver(self, choice: random.Random, count: int) -> None:
+    def deliver(self, choice, count):
         self.deliver_some(choice, count)
 
-    def deliver_some(self, choice: random.Random, count: int) -> None:
+    def deliver_some(self, choice, count):
         for _ in range(count):
             if queues := self.network.waiting():
                 self.network.deliver(choice.choice(queues))
 
     @rule(choice=st.randoms(use_true_random=False))
-    def repeat_a_contribution(self, choice: random.Random) -> None:
+    def repeat_a_contribution(self, choice):
         queue = choice.choice(list(self.network.up.values()))
         for at, (header, payload) in enumerate(queue):
             if Header.unpack(header).type in {MessageType.CONTRIBUTION, MessageType.RETAINED}:
@@ -184,18 +175,18 @@ class Training(RuleBasedStateMachine):
 
     @precondition(lambda self: self.network.later)
     @rule(choice=st.randoms(use_true_random=False))
-    def notice(self, choice: random.Random) -> None:
+    def notice(self, choice):
         later = self.network.later
         later.pop(choice.randrange(len(later)))()
 
     @rule(seconds=st.floats(0.01, 2.0))
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.let_news_pass()
         self.network.tick(seconds)
 
     @precondition(lambda self: self.spared is None and len(self.present()) > 1)
     @rule(choice=st.randoms(use_true_random=False), farewell=st.booleans(), often=st.integers(0, 9))
-    def go(self, choice: random.Random, farewell: bool, often: int) -> None:
+    def go(self, choice, farewell, often):
         rank = choice.choice(self.present())
         # A rank that has not joined everywhere is missed when the others' deadlines pass.
         if often == 0 and self.network.workers[rank].session.joined:
@@ -203,7 +194,7 @@ class Training(RuleBasedStateMachine):
             (self.network.leave if farewell else self.network.lose)(rank)
 
     @rule(choice=st.randoms(use_true_random=False), noticed=st.booleans(), often=st.integers(0, 9))
-    def cut(self, choice: random.Random, noticed: bool, often: int) -> None:
+    def cut(self, choice, noticed, often):
         network = self.network
         rank, index = choice.choice(list(network.up))
         worker = network.workers[rank]
@@ -212,21 +203,21 @@ class Training(RuleBasedStateMachine):
             network.cut(rank, index, noticed)
 
     @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 9))
-    def restart(self, choice: random.Random, often: int) -> None:
+    def restart(self, choice, often):
         index = choice.randrange(len(self.network.served))
         if index != self.spared and often == 0 and all(map(self.has_joined, self.present())):
             self.network.restart(index)
 
     @precondition(lambda self: self.network.cut_off)
     @rule(choice=st.randoms(use_true_random=False))
-    def mend(self, choice: random.Random) -> None:
+    def mend(self, choice):
         self.let_news_pass()
         self.network.mend(*choice.choice(sorted(self.network.cut_off)))
 
     # -- what must hold -----------------------------------------------------------------------
 
     @invariant()
-    def windows_are_kept(self) -> None:
+    def windows_are_kept(self):
         for worker in self.network.workers:
             for link in range(len(worker.session.links)):
                 stats = worker.session.flight.stats(link)
@@ -243,13 +234,13 @@ class Training(RuleBasedStateMachine):
             )
 
     @invariant()
-    def results_are_exact(self) -> None:
+    def results_are_exact(self):
         for rank, worker in enumerate(self.network.workers):
             for sequence in worker.ended.keys() - self.checked[rank]:
                 self.check(rank, sequence, worker.ended[sequence])
                 self.checked[rank].add(sequence)
 
-    def check(self, rank: int, sequence: int, error: Exception | None) -> None:
+    def check(self, rank, sequence, error):
         call, worker = self.calls[sequence], self.network.workers[rank]
         if error is None:
             assert call.odd_rank is None, "reduced although the ranks disagree"
@@ -281,18 +272,18 @@ class Training(RuleBasedStateMachine):
             if self.network.workers[error.rank].present:
                 self.check_that_ranks_may_lose_touch()
 
-    def has_odd_history(self, sequence: int, ranks: set[int]) -> bool:
+    def has_odd_history(self, sequence, ranks):
         """Whether two ranks disagreed on a call before, and neither had heard so at this one."""
         amid = [self.network.workers[rank].amid[sequence] for rank in ranks]
         return len(ranks) == 2 and any(
             self.calls[before].odd_rank in ranks for before in set.intersection(*amid)
         )
 
-    def check_that_ranks_may_lose_touch(self) -> None:
+    def check_that_ranks_may_lose_touch(self):
         assert self.network.was_cut or self.gone_early
         assert self.spared is None
 
-    def settle(self) -> None:
+    def settle(self):
         """Bring every connection back, let every rank make every call, deliver everything."""
         network = self.network
         network.prompt = lambda: True
@@ -312,7 +303,7 @@ class Training(RuleBasedStateMachine):
                 network.tick(seconds)
                 network.calm()
 
-    def teardown(self) -> None:
+    def teardown(self):
         if not hasattr(self, "network"):
             return
         network = self.network
@@ -342,7 +333,7 @@ class Training(RuleBasedStateMachine):
         for engine in network.engines:
             assert engine.jobs == []
 
-    def check_that_all_is_well(self) -> None:
+    def check_that_all_is_well(self):
         """One more call ends well, and nobody keeps what came before it."""
         network = self.network
         self.calls.append(Call(DType.UINT8, ReduceOp.SUM, 1))
@@ -373,9 +364,9 @@ class PlainTraining(Training):
     implementation = "plain"
 
 
-def case(machine: type[Training], how: settings) -> type[TestCase]:
+def case(machine, how):
     """A test case of its own; Hypothesis keeps one for each class of machines."""
-    made: type[TestCase] = type(machine.__name__, (machine,), {}).TestCase
+    made = type(machine.__name__, (machine,), {}).TestCase
     made.settings = how
     return made
 

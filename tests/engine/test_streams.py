@@ -1,9 +1,5 @@
 """Links of several connections: STREAM."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from reducer.engine.engine import AWAY_S
@@ -25,35 +21,32 @@ from tests.engine.words import TWO_KEYS, WINDOW, M, Reducer, kinds, lost_rank, n
 from worker_client.protocol.flight import AddStreams, Reset
 from worker_client.protocol.joining import auto_streams
 
-if TYPE_CHECKING:
-    from worker_client.protocol.link import Link
-
 BOTH = Feature.CREDIT | Feature.STREAMS
 
 
-def join(reducer: Reducer, rank: int, key: str = "", features: int = BOTH, **change) -> str:
+def join(reducer, rank, key="", features=BOTH, **change):
     """Join; return the ticket that the reducer has given."""
     sends = reducer.hello(rank, key, features=features, **change)
     (welcome,) = (send for send in sends if kinds([send]) == [M.WELCOME])
     return decode(Welcome, welcome.payload).ticket
 
 
-def stream(reducer: Reducer, peer: bytes, ticket: str, key: str = "", *, at: int = 1) -> list:
+def stream(reducer, peer, ticket, key="", *, at=1):
     return say(reducer, peer, Stream(ticket, at), key)
 
 
-def say(reducer: Reducer, peer: bytes, body: Stream, key: str = "") -> list:
+def say(reducer, peer, body, key=""):
     return reducer.served.receive(peer, Header(M.STREAM).pack(), encode(body), key)
 
 
-def refusal(sends: list, peer: bytes) -> ReductionError:
+def refusal(sends, peer):
     error = told(sends)[peer]
     assert isinstance(error, ReductionError)
     return error
 
 
 @pytest.fixture
-def two(implementation: str) -> tuple[Reducer, str]:
+def two(implementation):
     """A reducer of two ranks, and the ticket of rank 0."""
     reducer = Reducer(implementation)
     ticket = join(reducer, 0)
@@ -62,11 +55,11 @@ def two(implementation: str) -> tuple[Reducer, str]:
 
 
 @pytest.mark.parametrize("features", [0, Feature.CREDIT])
-def test_who_does_not_ask_gets_no_ticket(implementation: str, features: int) -> None:
+def test_who_does_not_ask_gets_no_ticket(implementation, features):
     assert join(Reducer(implementation), 0, features=features) == ""
 
 
-def test_contributions_count_over_any_stream(two: tuple[Reducer, str]) -> None:
+def test_contributions_count_over_any_stream(two):
     reducer, ticket = two
     (answer,) = stream(reducer, b"0b", ticket)
     assert (answer.peer, kinds([answer])) == (b"0b", [M.STREAM])
@@ -85,7 +78,7 @@ def test_contributions_count_over_any_stream(two: tuple[Reducer, str]) -> None:
     assert reducer.served.taken in {0, 6}, "in the compiled loop, streams are healthy too"
 
 
-def test_a_ticket_is_good_while_its_member_is_here(two: tuple[Reducer, str]) -> None:
+def test_a_ticket_is_good_while_its_member_is_here(two):
     reducer, ticket = two
     unknown = refusal(stream(reducer, b"x", "0" * 32), b"x")
     assert isinstance(unknown, MembershipError)
@@ -95,7 +88,7 @@ def test_a_ticket_is_good_while_its_member_is_here(two: tuple[Reducer, str]) -> 
 
 
 @pytest.mark.parametrize("later", [0, 1])
-def test_a_link_that_begins_anew_gives_another_ticket(implementation: str, later: int) -> None:
+def test_a_link_that_begins_anew_gives_another_ticket(implementation, later):
     reducer = Reducer(implementation)
     first = join(reducer, 0)
     stream(reducer, b"0b", first)
@@ -109,7 +102,7 @@ def test_a_link_that_begins_anew_gives_another_ticket(implementation: str, later
 
 
 @pytest.mark.parametrize("first_too", [False, True])
-def test_who_loses_one_stream_has_lost_the_link(two: tuple[Reducer, str], first_too: bool) -> None:
+def test_who_loses_one_stream_has_lost_the_link(two, first_too):
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     reducer.contribute(1, 1)
@@ -127,9 +120,7 @@ def test_who_loses_one_stream_has_lost_the_link(two: tuple[Reducer, str], first_
 
 
 @pytest.mark.parametrize("died", [False, True])
-def test_at_the_end_a_further_stream_that_ends_first_makes_nobody_lost(
-    two: tuple[Reducer, str], died: bool
-) -> None:
+def test_at_the_end_a_further_stream_that_ends_first_makes_nobody_lost(two, died):
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     reducer.engine.drain()
@@ -144,7 +135,7 @@ def test_at_the_end_a_further_stream_that_ends_first_makes_nobody_lost(
     assert job.members.keys() == {1}
 
 
-def test_who_breaks_the_protocol_does_so_with_all_streams(two: tuple[Reducer, str]) -> None:
+def test_who_breaks_the_protocol_does_so_with_all_streams(two):
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     reducer.contribute(1, 1)
@@ -157,7 +148,7 @@ def test_who_breaks_the_protocol_does_so_with_all_streams(two: tuple[Reducer, st
     assert reducer.engine.counters.ignored == 2
 
 
-def test_who_waits_for_a_rank_is_no_stream_of_another(two: tuple[Reducer, str]) -> None:
+def test_who_waits_for_a_rank_is_no_stream_of_another(two):
     reducer, ticket = two
     assert kinds(reducer.hello(1, peer=b"1b", features=BOTH)) == [M.PING], "the holder is asked"
     assert isinstance(refusal(stream(reducer, b"1b", ticket), b"1b"), RemoteProtocolError)
@@ -165,7 +156,7 @@ def test_who_waits_for_a_rank_is_no_stream_of_another(two: tuple[Reducer, str]) 
     assert reducer.engine.newly_dropped() == [b"1b"]
 
 
-def test_a_rank_that_dies_is_not_waited_for_any_longer(two: tuple[Reducer, str]) -> None:
+def test_a_rank_that_dies_is_not_waited_for_any_longer(two):
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     reducer.contribute(1, 1)
@@ -176,7 +167,7 @@ def test_a_rank_that_dies_is_not_waited_for_any_longer(two: tuple[Reducer, str])
 
 
 @pytest.mark.parametrize("kind", [M.ABORT, M.GOODBYE, M.CREDIT, M.SHARD_MAP, M.STRAGGLERS])
-def test_only_contributions_go_over_further_streams(two: tuple[Reducer, str], kind: M) -> None:
+def test_only_contributions_go_over_further_streams(two, kind):
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     header = Header(kind, job=fingerprint("job"), rank=0)
@@ -185,7 +176,7 @@ def test_only_contributions_go_over_further_streams(two: tuple[Reducer, str], ki
     assert reducer.engine.newly_dropped() == [b"0"]
 
 
-def test_each_number_is_good_once(two: tuple[Reducer, str]) -> None:
+def test_each_number_is_good_once(two):
     reducer, ticket = two
     for at in range(1, MAX_STREAMS):
         assert kinds(stream(reducer, b"0.%d" % at, ticket, at=at)) == [M.STREAM]
@@ -198,14 +189,14 @@ def test_each_number_is_good_once(two: tuple[Reducer, str]) -> None:
     assert len(reducer.engine.streams(b"0")) == MAX_STREAMS - 1
 
 
-def test_the_first_connection_has_to_be_there(two: tuple[Reducer, str]) -> None:
+def test_the_first_connection_has_to_be_there(two):
     reducer, ticket = two
     reducer.engine.unreachable(b"0")
     assert isinstance(refusal(stream(reducer, b"x", ticket), b"x"), MembershipError)
     assert reducer.engine.streams(b"0") == ()
 
 
-def test_an_abort_that_makes_room_may_be_overtaken(two: tuple[Reducer, str]) -> None:
+def test_an_abort_that_makes_room_may_be_overtaken(two):
     reducer, ticket = two
     stream(reducer, b"0b", ticket)
     half = bytes(WINDOW // 2)
@@ -219,7 +210,7 @@ def test_an_abort_that_makes_room_may_be_overtaken(two: tuple[Reducer, str]) -> 
     assert reducer.engine.newly_dropped() == [b"0"], "that is beyond any window"
 
 
-def test_without_streams_nothing_overtakes_it(two: tuple[Reducer, str]) -> None:
+def test_without_streams_nothing_overtakes_it(two):
     reducer, _ = two
     half = bytes(WINDOW // 2)
     spare = reducer.engine.jobs[0].spare
@@ -231,7 +222,7 @@ def test_without_streams_nothing_overtakes_it(two: tuple[Reducer, str]) -> None:
 SECRET = b"s" * 32
 
 
-def test_a_stream_proves_that_it_knows_the_secret(implementation: str) -> None:
+def test_a_stream_proves_that_it_knows_the_secret(implementation):
     reducer = Reducer(implementation)
     ticket = join(reducer, 0)
     reducer.engine._secret = SECRET
@@ -243,7 +234,7 @@ def test_a_stream_proves_that_it_knows_the_secret(implementation: str) -> None:
     assert kinds(say(reducer, b"y", Stream(ticket, 2, proof))) == [M.STREAM]
 
 
-def test_a_stream_shows_the_key_of_its_link(implementation: str) -> None:
+def test_a_stream_shows_the_key_of_its_link(implementation):
     reducer = Reducer(implementation)
     reducer.engine.allow(TWO_KEYS)
     ticket = join(reducer, 0, "key-1")
@@ -251,7 +242,7 @@ def test_a_stream_shows_the_key_of_its_link(implementation: str) -> None:
     assert kinds(stream(reducer, b"y", ticket, "key-1")) == [M.STREAM]
 
 
-def test_streams_leave_half_of_what_a_key_may_have(implementation: str) -> None:
+def test_streams_leave_half_of_what_a_key_may_have(implementation):
     reducer = Reducer(implementation, limits=Limits(max_connections_per_key=6))
     reducer.engine.allow(TWO_KEYS)
     ticket = join(reducer, 0, "key-1", world_size=4)
@@ -270,7 +261,7 @@ def test_streams_leave_half_of_what_a_key_may_have(implementation: str) -> None:
         assert kinds(reducer.hello(0, "key-1", peer, **job)) == [M.WELCOME]
 
 
-def test_streams_leave_room_for_other_connections(implementation: str) -> None:
+def test_streams_leave_room_for_other_connections(implementation):
     reducer = Reducer(implementation, limits=Limits(max_streams=4))
     tickets = [join(reducer, rank) for rank in range(2)]
     for rank, ticket in enumerate(tickets):
@@ -283,9 +274,7 @@ def test_streams_leave_room_for_other_connections(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("later", [1, 2])
-def test_those_of_an_ended_generation_are_no_longer_counted(
-    implementation: str, later: int
-) -> None:
+def test_those_of_an_ended_generation_are_no_longer_counted(implementation, later):
     reducer = Reducer(implementation, limits=Limits(max_connections_per_key=6))
     reducer.engine.allow(TWO_KEYS)
     for generation in range(later + 1):
@@ -299,7 +288,7 @@ def test_those_of_an_ended_generation_are_no_longer_counted(
 # -- the worker -------------------------------------------------------------------------------
 
 
-def added(session: Driven, round_trip_s: float, ticket: str) -> list[AddStreams]:
+def added(session, round_trip_s, ticket):
     (hello,) = session.session.connected(0, round_trip_s)
     welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window).pack()
     body = encode(Welcome(incarnation="1", ticket=ticket))
@@ -311,9 +300,7 @@ def added(session: Driven, round_trip_s: float, ticket: str) -> list[AddStreams]
     ("round_trip_s", "streams"),
     [(0.0, 1), (0.0001, 1), (0.0249, 1), (0.0251, 2), (0.1, 5), (0.2, 8), (3.0, 8)],
 )
-def test_each_25_ms_of_the_round_trip_bring_another_one(
-    implementation: str, round_trip_s: float, streams: int
-) -> None:
+def test_each_25_ms_of_the_round_trip_bring_another_one(implementation, round_trip_s, streams):
     assert auto_streams(round_trip_s) == streams
     session = Driven(implementation, 0, 2, ("a:1",), 0, streams=0)
     actions = added(session, round_trip_s, "a" * 32)
@@ -325,19 +312,15 @@ def test_each_25_ms_of_the_round_trip_bring_another_one(
 @pytest.mark.parametrize(
     ("asked", "ticket", "expected"), [(3, "b" * 32, [2]), (3, "", []), (1, "b" * 32, [])]
 )
-def test_what_was_asked_for_is_made_where_the_reducer_can(
-    implementation: str, asked: int, ticket: str, expected: list[int]
-) -> None:
+def test_what_was_asked_for_is_made_where_the_reducer_can(implementation, asked, ticket, expected):
     session = Driven(implementation, 0, 2, ("a:1",), 0, streams=asked)
     assert [len(action.payloads) for action in added(session, 0.2, ticket)] == expected
 
 
-def test_a_link_that_is_lost_as_soon_as_it_is_welcomed_gets_none(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_is_lost_as_soon_as_it_is_welcomed_gets_none(implementation, monkeypatch):
     session = Driven(implementation, 0, 2, ("a:1",), 0, streams=3)
 
-    def lose(link: Link) -> list[Reset]:  # as a reducer that has lost something of ours is
+    def lose(link):  # as a reducer that has lost something of ours is
         link.disconnect()
         return [Reset(link.index)]
 
@@ -345,7 +328,7 @@ def test_a_link_that_is_lost_as_soon_as_it_is_welcomed_gets_none(
     assert added(session, 0.2, "b" * 32) == []
 
 
-def test_a_worker_announces_them_if_it_may_have_some(implementation: str) -> None:
+def test_a_worker_announces_them_if_it_may_have_some(implementation):
     for streams, announced in ((1, False), (0, True), (2, True)):
         session = Driven(implementation, 0, 2, ("a:1",), 0, streams=streams)
         (hello,) = session.session.connected(0, 0.0)
@@ -353,7 +336,7 @@ def test_a_worker_announces_them_if_it_may_have_some(implementation: str) -> Non
         assert bool(features & Feature.STREAMS) == announced
 
 
-def test_a_reducer_does_not_say_stream_over_a_links_first_connection(implementation: str) -> None:
+def test_a_reducer_does_not_say_stream_over_a_links_first_connection(implementation):
     session = joined(implementation, 0, 2, ("a:1", "b:2"), 0)
     session.receive(0, Header(M.STREAM).pack(), b"")
     assert not session.links[0].member

@@ -1,9 +1,6 @@
 """What a message costs a reducer while many all-reduces are in progress: counted, not timed."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,19 +10,15 @@ from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import encode_error
 from tests.engine.words import TWO_KEYS, M, Reducer, kinds, number, told, with_ranks
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
 FEW, MANY = 20, 400
 CALLED_OFF = encode_error(ReducerLostError("gone", reducer="x"))
 
 
-def work(act: Callable[[], object]) -> int:
+def work(act):
     """Return how many instructions of Python something takes."""
     counted = 0
 
-    def count(frame: FrameType, event: str, argument: Any) -> Any:
+    def count(frame, event, argument):
         nonlocal counted
         del argument
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
@@ -41,12 +34,12 @@ def work(act: Callable[[], object]) -> int:
     return counted
 
 
-def grows_little(cost: Callable[[int], int]) -> bool:
+def grows_little(cost):
     """Say whether it costs about the same with few rounds and with many."""
     return cost(MANY) < cost(FEW) + (MANY - FEW) / 2
 
 
-def with_open(implementation: str, rounds: int) -> Reducer:
+def with_open(implementation, rounds):
     """A job of 3 ranks, of which one never comes and one has begun some all-reduces."""
     reducer = with_ranks(implementation, 2, world_size=3, window=1 << 20)
     for call in range(rounds):
@@ -54,28 +47,24 @@ def with_open(implementation: str, rounds: int) -> Reducer:
     return reducer
 
 
-def advance(reducer: Reducer, rounds: int) -> int:
+def advance(reducer, rounds):
     """Have a rank finish one call and begin another."""
     return work(lambda: reducer.contribute(0, number(rounds), watermark=number(1)))
 
 
-def begin(reducer: Reducer, rounds: int) -> int:
+def begin(reducer, rounds):
     """Have a rank begin a call."""
     return work(lambda: reducer.contribute(0, number(rounds)))
 
 
 @pytest.mark.parametrize("act", [advance, begin])
-def test_a_message_costs_the_same_however_many_rounds_are_open(
-    implementation: str, act: Callable[[Reducer, int], int]
-) -> None:
+def test_a_message_costs_the_same_however_many_rounds_are_open(implementation, act):
     assert grows_little(lambda rounds: act(with_open(implementation, rounds), rounds))
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_what_one_watermark_frees_is_all_that_it_costs(
-    implementation: str, *, failed: bool
-) -> None:
-    def cost(rounds: int) -> int:
+def test_what_one_watermark_frees_is_all_that_it_costs(implementation, *, failed):
+    def cost(rounds):
         reducer = with_ranks(implementation, 2, window=1 << 20)
         for call in range(rounds):
             if failed:
@@ -91,7 +80,7 @@ def test_what_one_watermark_frees_is_all_that_it_costs(
     assert grows_little(cost)
 
 
-def test_rounds_are_forgotten_in_any_order_of_opening(implementation: str) -> None:
+def test_rounds_are_forgotten_in_any_order_of_opening(implementation):
     reducer = with_ranks(implementation, 2, window=1 << 20)
     calls = [call * 37 % 101 for call in range(101)]
     for call in calls:
@@ -102,7 +91,7 @@ def test_rounds_are_forgotten_in_any_order_of_opening(implementation: str) -> No
         assert {each for each in reducer.rounds() if each < number(150)} == left
 
 
-def test_a_job_has_so_many_rounds_and_no_more(implementation: str) -> None:
+def test_a_job_has_so_many_rounds_and_no_more(implementation):
     reducer = with_ranks(implementation, 2, Limits(max_rounds=1500), window=16 << 20)
     for call in range(1500):
         assert reducer.contribute(0, number(call)) == []
@@ -116,14 +105,14 @@ def test_a_job_has_so_many_rounds_and_no_more(implementation: str) -> None:
     assert reducer.contribute(0, number(1500)) == []
 
 
-def test_the_rounds_of_a_keys_jobs_count_together(implementation: str) -> None:
+def test_the_rounds_of_a_keys_jobs_count_together(implementation):
     reducer = Reducer(implementation, limits=Limits(max_rounds=100))
     reducer.engine.allow(TWO_KEYS)
     for name, key in (("one", "key-1"), ("two", "key-1"), ("three", "key-2")):
         assert kinds(reducer.hello(0, key, name.encode(), job=name)) == [M.WELCOME]
     one, two, three = reducer.engine.jobs
 
-    def begin(job: Any, call: int) -> list:
+    def begin(job, call):
         (member,) = job.members.values()
         return reducer.contribute(0, number(call), job=job.key, payload=bytes(64), peer=member.peer)
 
@@ -138,11 +127,11 @@ def test_the_rounds_of_a_keys_jobs_count_together(implementation: str) -> None:
         assert begin(three, call) == [], "another key has its own"
 
 
-def test_a_key_has_so_many_connections_and_no_more(implementation: str) -> None:
+def test_a_key_has_so_many_connections_and_no_more(implementation):
     reducer = Reducer(implementation, limits=Limits(max_connections_per_key=3))
     reducer.engine.allow(TWO_KEYS)
 
-    def join(rank: int, key: str, job: str) -> list:
+    def join(rank, key, job):
         return reducer.hello(rank, key, f"{key}/{job}/{rank}".encode(), job=job)
 
     for rank, job in ((0, "a"), (1, "a"), (0, "b")):
@@ -164,34 +153,32 @@ def test_a_key_has_so_many_connections_and_no_more(implementation: str) -> None:
 # -- what comes and goes --------------------------------------------------------------------------
 
 
-def go(reducer: Reducer, rank: int) -> None:
+def go(reducer, rank):
     reducer.say(rank, M.GOODBYE, NO_SEQUENCE)
 
 
-def come_and_go(reducer: Reducer, rank: int) -> None:
+def come_and_go(reducer, rank):
     assert M.WELCOME in kinds(reducer.hello(rank, world_size=3, window=1 << 20))
     go(reducer, rank)
 
 
-def refuse(reducer: Reducer) -> None:
+def refuse(reducer):
     """The rank that is missing comes with other settings: all that is in progress ends."""
     sends = reducer.hello(2, world_size=3, chunk_bytes=4096, peer=b"other")
     assert {M.ERROR} == set(kinds(sends))
 
 
-def bar_anew(reducer: Reducer) -> None:
+def bar_anew(reducer):
     """It comes as it should, goes, and comes with other settings again."""
     come_and_go(reducer, 2)
     refuse(reducer)
 
 
 @pytest.mark.parametrize(("rank", "failed"), [(1, False), (1, True), (2, True)])
-def test_who_leaves_costs_no_more_the_more_rounds_it_leaves_alone(
-    implementation: str, rank: int, *, failed: bool
-) -> None:
+def test_who_leaves_costs_no_more_the_more_rounds_it_leaves_alone(implementation, rank, *, failed):
     """Rank 1 has contributed to all rounds, which wait for rank 2, or have failed without it."""
 
-    def cost(rounds: int) -> int:
+    def cost(rounds):
         reducer = with_open(implementation, rounds)
         for call in range(rounds):
             reducer.contribute(1, number(call))
@@ -204,13 +191,13 @@ def test_who_leaves_costs_no_more_the_more_rounds_it_leaves_alone(
     assert grows_little(cost)
 
 
-def test_a_range_that_is_given_up_again_costs_no_more(implementation: str) -> None:
-    def cost(rounds: int) -> int:
+def test_a_range_that_is_given_up_again_costs_no_more(implementation):
+    def cost(rounds):
         reducer = with_open(implementation, rounds)
         far = number(2 * rounds)
         reducer.say(0, M.ABORT, far, CALLED_OFF, nbytes=1)
 
-        def extend() -> None:
+        def extend():
             for more in range(1, 10):
                 reducer.say(0, M.ABORT, far + more, CALLED_OFF, nbytes=1)
 
@@ -223,8 +210,8 @@ def test_a_range_that_is_given_up_again_costs_no_more(implementation: str) -> No
     assert grows_little(cost)
 
 
-def test_ranks_of_other_settings_cost_no_more_the_more_has_failed(implementation: str) -> None:
-    def cost(rounds: int) -> int:
+def test_ranks_of_other_settings_cost_no_more_the_more_has_failed(implementation):
+    def cost(rounds):
         reducer = with_open(implementation, rounds)
         refuse(reducer)
         assert reducer.engine.counters.rounds_failed == rounds

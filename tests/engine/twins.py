@@ -1,25 +1,17 @@
 """Engines and sessions with either implementation of what is frequent."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from reducer import kernels
 from reducer.engine.engine import Engine
-from reducer.engine.limits import NO_LIMITS, Limits
+from reducer.engine.limits import NO_LIMITS
 from reducer.runtime import implementation
 from reducer.wire.constants import COMPILED_FEATURES
 from worker_client.protocol.session import Session
 from worker_client.runtime import implementation as worker_implementation
 
-if TYPE_CHECKING:
-    from reducer.engine.rounds import Send
-    from worker_client.protocol.spec import JobSpec
-
 IMPLEMENTATIONS = implementation.NAMES
 
 
-def session(name: str, spec: JobSpec) -> Session:
+def session(name, spec):
     """A session with the flight of this implementation."""
     chosen = worker_implementation.select(name)
     assert chosen.name == name
@@ -31,16 +23,7 @@ class Served:
 
     starts = 0
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        memory_limit: int,
-        address: str,
-        lanes: tuple[int, ...] = (),
-        limits: Limits = NO_LIMITS,
-        secret: bytes = b"",
-    ) -> None:
+    def __init__(self, name, *, memory_limit, address, lanes=(), limits=NO_LIMITS, secret=b""):
         Served.starts += 1
         table = kernels.select()
         chosen = implementation.select(name, table)
@@ -57,15 +40,13 @@ class Served:
             features=COMPILED_FEATURES,
         )
         self.taken = 0  # messages that never reached the engine
-        self._core: Any = None
+        self._core = None
         if name == "compiled":
             from reducer.runtime._loop import Core  # noqa: PLC0415
 
             self._core = Core(self.engine)
 
-    def receive(
-        self, peer: bytes, header: bytes, payload: bytes, key: str = "", at: float = 0.0
-    ) -> list[Send]:
+    def receive(self, peer, header, payload, key="", at=0.0):
         sends = self._core and self._core.offer(peer, header, payload, at)
         if sends is None:
             return self.engine.receive(peer, header, payload, key, at=at)

@@ -1,14 +1,10 @@
 """An engine, and what its workers say to it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 from reducer.engine.allow_list import AllowList
 from reducer.engine.engine import AWAY_S
-from reducer.engine.limits import NO_LIMITS, Limits
+from reducer.engine.limits import NO_LIMITS
 from reducer.errors import RankLostError
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
@@ -21,7 +17,7 @@ WINDOW = 1 << 16
 TWO_KEYS = AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")})
 
 
-def number(call: int, place: int = FIRST_PLACE) -> int:
+def number(call, place=FIRST_PLACE):
     """Return the sequence number of a call's first all-reduce, or of another one."""
     return call * PLACES + place
 
@@ -29,27 +25,25 @@ def number(call: int, place: int = FIRST_PLACE) -> int:
 class Reducer:
     """An engine, and the words of its workers."""
 
-    def __init__(
-        self, implementation: str, memory_limit: int = 1 << 30, limits: Limits = NO_LIMITS
-    ) -> None:
+    def __init__(self, implementation, memory_limit=1 << 30, limits=NO_LIMITS):
         self.served = Served(
             implementation, memory_limit=memory_limit, address="here:1", limits=limits
         )
         self.engine = self.served.engine
         self.now = 0.0
 
-    def hello(self, rank: int, key: str = "", peer: bytes = b"", **change: Any) -> list[Any]:
+    def hello(self, rank, key="", peer=b"", **change):
         """Join with a key; ``claims`` is the job of the header, if not that of the body."""
         fields = {"generation": 0, "watermark": 0, "window": WINDOW}
         fields |= {name: change.pop(name) for name in list(change) if name in fields}
-        settings: dict[str, Any] = {"world_size": 2, "reducers": 1, "reducer_index": 0}
+        settings = {"world_size": 2, "reducers": 1, "reducer_index": 0}
         settings |= {"job": "job", **change}
         claims = settings.pop("claims", settings["job"])
         header = Header(M.HELLO, job=fingerprint(claims), rank=rank, **fields)
         body = encode(Hello(**settings))
         return self.served.receive(peer or b"%d" % rank, header.pack(), body, key)
 
-    def contribute(self, rank: int, sequence: int = 0, value: float = 1.0, **change) -> list:
+    def contribute(self, rank, sequence=0, value=1.0, **change):
         payload = change.pop("payload", np.full(16, value, np.float32).tobytes())
         peer, at = change.pop("peer", b"%d" % rank), change.pop("at", 0.0)
         header = Header(
@@ -65,37 +59,35 @@ class Reducer:
         )._replace(**change)
         return self.served.receive(peer, header.pack(), payload, at=at)
 
-    def contribute_both(self, sequence: int = 0, **change: Any) -> list[Any]:
+    def contribute_both(self, sequence=0, **change):
         """Ranks 0 and 1 contribute alike."""
         return [send for rank in range(2) for send in self.contribute(rank, sequence, **change)]
 
-    def retain(self, rank: int, sequence: int = 0, payload: bytes = b"", **change) -> list:
+    def retain(self, rank, sequence=0, payload=b"", **change):
         """Claim a chunk of 64 bytes, or send its result."""
         common = {"type": M.RETAINED, "total_bytes": 64, "nbytes": 64}
         return self.contribute(rank, sequence, payload=payload, **{**common, **change})
 
-    def lose(self, peer: bytes) -> list:
+    def lose(self, peer):
         """A peer goes and does not come back in time."""
         sends = self.engine.unreachable(peer)
         self.now += AWAY_S
         return sends + self.tick()
 
-    def tick(self) -> list:
+    def tick(self):
         """What is said as time passes, without PINGs."""
         sends = self.engine.tick(self.now)
         return [send for send in sends if kinds([send]) != [M.PING]]
 
-    def say(self, rank: int, kind: MessageType, sequence: int, body: bytes = b"", **change) -> list:
+    def say(self, rank, kind, sequence, body=b"", **change):
         header = Header(kind, job=fingerprint("job"), rank=rank, sequence=sequence, **change)
         return self.served.receive(b"%d" % rank, header.pack(), body)
 
-    def rounds(self) -> set[int]:
+    def rounds(self):
         return {sequence for job in self.engine.jobs for sequence in job.rounds}
 
 
-def with_ranks(
-    implementation: str, ranks: int, limits: Limits = NO_LIMITS, **settings: Any
-) -> Reducer:
+def with_ranks(implementation, ranks, limits=NO_LIMITS, **settings):
     """A reducer that so many ranks have joined, all of their job unless it says otherwise."""
     reducer = Reducer(implementation, limits=limits)
     for rank in range(ranks):
@@ -103,14 +95,14 @@ def with_ranks(
     return reducer
 
 
-def lost_rank(sends: list[Any], peer: bytes = b"0") -> int:
+def lost_rank(sends, peer=b"0"):
     """The rank that a peer is told is lost."""
     error = told(sends)[peer]
     assert isinstance(error, RankLostError)
     return error.rank
 
 
-def told(sends: list) -> dict[bytes, Exception]:
+def told(sends):
     """Errors by peer."""
     found = {}
     for send in sends:
@@ -121,11 +113,11 @@ def told(sends: list) -> dict[bytes, Exception]:
     return found
 
 
-def kinds(sends: list) -> list[MessageType]:
+def kinds(sends):
     return [Header.unpack(send.header).type for send in sends]
 
 
-def two_chunks(reducer: Reducer, rank: int, *offsets: int, **change) -> list:
+def two_chunks(reducer, rank, *offsets, **change):
     """Contribute some chunks of a buffer of two."""
     sends = []
     for offset in offsets:

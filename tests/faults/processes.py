@@ -1,17 +1,9 @@
 """Reducers and workers as processes of their own, with failpoints."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from reducer.pool import READY
 from tests.ranks import environments, ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.ranks import Rank
 
 SERVE = ["-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
 # Rank 0 of 2: all-reduces of 3 chunks of ones, until it is told to stop by the end of its input.
@@ -26,7 +18,7 @@ with connect(rank=0, world_size=2, connect_timeout="500ms", timeout="300ms") as 
 
 
 @contextmanager
-def reducer(failpoints: str) -> Iterator[tuple[Rank, str]]:
+def reducer(failpoints):
     """A running `reducer serve`, and its address."""
     given = environments(1, REDUCTION_FAILPOINTS=failpoints)
     with ranks(given, *SERVE, talk=True) as (running,):
@@ -34,7 +26,7 @@ def reducer(failpoints: str) -> Iterator[tuple[Rank, str]]:
 
 
 @contextmanager
-def worker(failpoints: str, servers: list[str], job: str) -> Iterator[Rank]:
+def worker(failpoints, servers, job):
     """A worker that makes an all-reduce for each line that it is sent, and says its first sum."""
     settings = {"REDUCTION_JOB": job, "REDUCTION_CHUNK_BYTES": "64KiB"}
     given = environments(1, servers, REDUCTION_FAILPOINTS=failpoints, **settings)

@@ -6,16 +6,11 @@ that come. Every method may be called from any thread, and has taken effect when
 waits for its time, in a delay or at a rate, notices within 10 ms.
 """
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from tests.faults.relay import Relay
-from tests.faults.stream import RECORD_BYTES, Line, Shot
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from tests.faults.stream import RECORD_BYTES, Shot
 
 Way = Literal["up", "down"]
 Direction = Literal["up", "down", "both"]
@@ -51,25 +46,25 @@ class Proxy:
         address: where workers connect, ``127.0.0.1:PORT``.
     """
 
-    def __init__(self, target: str, seed: int = 0) -> None:
+    def __init__(self, target, seed=0):
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._seed = seed
 
-    def __enter__(self) -> Proxy:
+    def __enter__(self):
         self._relay = Relay(self._target, self._seed)
         self.address = f"127.0.0.1:{self._relay.port}"
         self.restore()
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *exc_info):
         self._relay.close()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self):
         """What it has done so far; what a peer has received is counted."""
 
-        async def count() -> Counts:
+        async def count():
             up, down = self._relay.lines["up"], self._relay.lines["down"]
             return Counts(
                 connections=self._relay.accepted,
@@ -82,17 +77,17 @@ class Proxy:
 
         return self._relay.call(count())
 
-    def shares(self, direction: Way) -> list[int]:
+    def shares(self, direction):
         """Return how many bytes each connection has passed on, in the order in which they came."""
 
-        async def count() -> list[int]:
+        async def count():
             return [pipe.passed for pipe in self._relay.lines[direction].pipes]
 
         return self._relay.call(count())
 
     # -- faults that last -----------------------------------------------------------------------
 
-    def delay(self, direction: Direction, delay_s: float, jitter_s: float = 0.0) -> None:
+    def delay(self, direction, delay_s, jitter_s=0.0):
         """Pass bytes on later, in order.
 
         Args:
@@ -106,12 +101,12 @@ class Proxy:
         if delay_s < 0 or jitter_s < 0:
             raise ValueError(f"times are not negative, got {delay_s} and {jitter_s}")
 
-        def change(line: Line) -> None:
+        def change(line):
             line.delay_s, line.jitter_s = delay_s, jitter_s
 
         self._change(direction, change)
 
-    def throttle(self, direction: Direction, bytes_per_s: float | None) -> None:
+    def throttle(self, direction, bytes_per_s):
         """Read no faster than this, all connections of a direction together.
 
         Nothing is stored: what cannot pass stays with its sender.
@@ -127,7 +122,7 @@ class Proxy:
             raise ValueError(f"a rate is above 0, got {bytes_per_s}")
         self._change(direction, lambda line: setattr(line, "bytes_per_s", bytes_per_s))
 
-    def blackhole(self, direction: Direction) -> None:
+    def blackhole(self, direction):
         """Pass nothing on, neither bytes nor the end of a stream: a partition.
 
         Connections stay as they are; new ones are accepted, as a handshake that TCP goes on trying,
@@ -139,7 +134,7 @@ class Proxy:
         """
         self._change(direction, lambda line: line.open.clear())
 
-    def heal(self, direction: Direction = "both") -> None:
+    def heal(self, direction="both"):
         """End a partition.
 
         Raises:
@@ -147,23 +142,21 @@ class Proxy:
         """
         self._change(direction, lambda line: line.open.set())
 
-    def refuse(self) -> None:
+    def refuse(self):
         """Refuse new connections, as a host does where nobody listens; others go on."""
         self._relay.call(self._relay.refuse())
 
-    def restore(self) -> None:
+    def restore(self):
         """Accept connections, and end every other fault; shots not yet fired never are."""
         self._relay.call(self._relay.restore())
 
     # -- faults that happen once ------------------------------------------------------------------
 
-    def cut_latest(self) -> None:
+    def cut_latest(self):
         """Reset the connection that was accepted last, of those that are open."""
         self._relay.call(self._relay.cut(1))
 
-    def cut(
-        self, direction: Way = "up", *, mid_frame: int | None = None, after: bytes = b""
-    ) -> threading.Event:
+    def cut(self, direction="up", *, mid_frame=None, after=b""):
         """Reset all connections now or, with `mid_frame`, one of them at a certain byte.
 
         Args:
@@ -185,9 +178,7 @@ class Proxy:
         done.set()
         return done
 
-    def flip(
-        self, direction: Way, offset: int = 0, bit: int = 0, *, after: bytes = b""
-    ) -> threading.Event:
+    def flip(self, direction, offset=0, bit=0, *, after=b""):
         """Flip one bit of one connection's stream.
 
         Args:
@@ -207,9 +198,7 @@ class Proxy:
             raise ValueError(f"a byte has bits 0 to 7, got {bit}")
         return self._arm(direction, Shot("flip", offset, after, bit))
 
-    def duplicate(
-        self, direction: Way, nbytes: int, *, offset: int = 0, after: bytes = b""
-    ) -> threading.Event:
+    def duplicate(self, direction, nbytes, *, offset=0, after=b""):
         """Pass some bytes of one connection's stream on twice, the second time right after.
 
         Args:
@@ -229,18 +218,18 @@ class Proxy:
             raise ValueError(f"1 to {RECORD_BYTES} bytes can be repeated, got {nbytes}")
         return self._arm(direction, Shot("duplicate", offset + nbytes, after, nbytes))
 
-    def _change(self, direction: Direction, change: Callable[[Line], Any]) -> None:
+    def _change(self, direction, change):
         if direction not in {"up", "down", "both"}:
             raise ValueError(f"directions are up, down and both, got {direction!r}")
 
-        async def apply() -> None:
+        async def apply():
             for way, line in self._relay.lines.items():
                 if direction in {way, "both"}:
                     change(line)
 
         self._relay.call(apply())
 
-    def _arm(self, direction: Way, shot: Shot) -> threading.Event:
+    def _arm(self, direction, shot):
         if direction not in self._relay.lines or shot.offset < 0:
             raise ValueError(f"bytes to come, up or down, got {shot.offset} and {direction!r}")
         self._change(direction, lambda line: line.shots.append(shot))

@@ -1,20 +1,13 @@
 """The proxy's thread: it accepts connections, joins each with one to the target, and ends them."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import struct
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.faults.stream import Line, Pipe, Torn, ready
 
-if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
-T = TypeVar("T")
 BACKLOG = 128
 CALL_S = 10.0  # the thread never waits for a peer: it answers, or is broken
 
@@ -32,25 +25,25 @@ class Relay:
         accepted, cuts: connections that came, and that `cut` has reset.
     """
 
-    def __init__(self, target: tuple[str, int], seed: int) -> None:
+    def __init__(self, target, seed):
         # Bound but deaf: it keeps the port ours while connections are refused.
         self._holder = _bound(("127.0.0.1", 0))
-        self.port: int = self._holder.getsockname()[1]
+        self.port = self._holder.getsockname()[1]
         self.lines = {"up": Line(seed), "down": Line(seed + 1)}
         self.accepted = self.cuts = 0
         self._target = target
-        self._acceptor: asyncio.Task[None] | None = None
-        self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._failure: BaseException | None = None
+        self._acceptor = None
+        self._connections = {}  # the oldest first
+        self._failure = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy {self.port}")
         self._thread.start()
 
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
+    def call(self, work):
         """Do something on the thread, and return what comes out when it is done."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_S)
 
-    def close(self) -> None:
+    def close(self):
         """Reset every connection and end the thread.
 
         Raises:
@@ -67,14 +60,14 @@ class Relay:
         if self._failure is not None:
             raise self._failure
 
-    async def refuse(self) -> None:
+    async def refuse(self):
         """Stop listening; what waits to be accepted is refused too."""
         acceptor, self._acceptor = self._acceptor, None
         if acceptor is not None:
             acceptor.cancel()
             await asyncio.gather(acceptor, return_exceptions=True)
 
-    async def restore(self) -> None:
+    async def restore(self):
         """End every fault, and listen."""
         for line in self.lines.values():
             line.restore()
@@ -83,7 +76,7 @@ class Relay:
             listener.listen(BACKLOG)
             self._acceptor = asyncio.create_task(self._accept(listener))
 
-    async def cut(self, latest: int | None = None) -> None:
+    async def cut(self, latest=None):
         """Reset all connections, or as many of the latest."""
         connections = list(self._connections)[-latest if latest else 0 :]
         self.cuts += len(connections)
@@ -91,7 +84,7 @@ class Relay:
             connection.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener):
         loop = asyncio.get_running_loop()
         with listener:
             while True:
@@ -106,7 +99,7 @@ class Relay:
                 self._connections[connection] = None
                 connection.add_done_callback(partial(self._ended, worker, reducer))
 
-    async def _serve(self, worker: socket.socket, reducer: socket.socket) -> None:
+    async def _serve(self, worker, reducer):
         for one in (worker, reducer):
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -123,9 +116,7 @@ class Relay:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(
-        self, worker: socket.socket, reducer: socket.socket, connection: asyncio.Task[None]
-    ) -> None:
+    def _ended(self, worker, reducer, connection):
         self._connections.pop(connection, None)
         error = None if connection.cancelled() else connection.exception()
         if connection.cancelled() or error is not None:
@@ -136,14 +127,14 @@ class Relay:
             self._failure = error  # a mistake in here, which no test may pass with
 
 
-def _reset(*sockets: socket.socket) -> None:
+def _reset(*sockets):
     """Close sockets so that their peers see a reset, not the end of a stream."""
     for one in sockets:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         one.close()
 
 
-def _bound(address: tuple[str, int]) -> socket.socket:
+def _bound(address):
     """Return a socket at an address that others of ours may share, as long as one alone listens."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

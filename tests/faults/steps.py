@@ -1,17 +1,12 @@
 """All-reduces over a network with faults: exact, or a typed error in time, never anything else."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from reducer.errors import ReductionError
-
-if TYPE_CHECKING:
-    from worker_client.client.client import Client
-    from worker_client.work import Work
+from worker_client.work import Work
 
 COUNT = 200_000  # elements, 800 kB: a share and several chunks for each of two reducers
 
@@ -23,7 +18,7 @@ class Step(NamedTuple):
     expected: np.ndarray
 
 
-def begin(clients: list[Client], number: int, count: int = COUNT) -> Step:
+def begin(clients, number, count=COUNT):
     """Start an all-reduce whose every element tells rank, place and step apart.
 
     The sums are whole numbers below 2^24, so that they are exact in float32.
@@ -35,7 +30,7 @@ def begin(clients: list[Client], number: int, count: int = COUNT) -> Step:
     return Step(works, expected)
 
 
-def exact_or_typed(step: Step, within_s: float) -> list[ReductionError]:
+def exact_or_typed(step, within_s):
     """Wait until a step has ended at every rank, and return the errors.
 
     Raises:
@@ -51,19 +46,19 @@ def exact_or_typed(step: Step, within_s: float) -> list[ReductionError]:
     return [end for end in ends if isinstance(end, ReductionError)]
 
 
-def _end(work: Work, deadline: float) -> Any:
+def _end(work, deadline):
     try:
         return work.wait(max(0.0, deadline - time.monotonic()))
     except ReductionError as error:
         return error
 
 
-def exact(step: Step, within_s: float = 10.0) -> None:
+def exact(step, within_s=10.0):
     """Wait for a step that nothing keeps from ending well."""
     assert exact_or_typed(step, within_s) == []
 
 
-def works_again(clients: list[Client], within_s: float = 5.0) -> None:
+def works_again(clients, within_s=5.0):
     """Make steps until one is exact at every rank; none may be worse than a typed error."""
     deadline = time.monotonic() + within_s
     number = 100
@@ -73,7 +68,7 @@ def works_again(clients: list[Client], within_s: float = 5.0) -> None:
         time.sleep(0.02)  # between attempts: that a reducer is back cannot be waited for
 
 
-def works_again_or_says_why_not(clients: list[Client], steps: int = 5) -> None:
+def works_again_or_says_why_not(clients, steps=5):
     """Make steps that are exact, or have a typed error, at every rank."""
     for number in range(100, 100 + steps):
         exact_or_typed(begin(clients, number), within_s=3)

@@ -5,8 +5,6 @@ moves one connection's bytes: it reads at the line's rate into a bounded queue, 
 piece is due, the line is open, and the shots have had their say.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import random
@@ -14,10 +12,7 @@ import socket
 import termios
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Literal
 
 PIECE_BYTES = 1 << 16  # read at once
 QUEUE_PIECES = 64  # then nothing more is read: 4 MiB, which a delay of 50 ms needs at 80 MB/s
@@ -50,11 +45,11 @@ class Shot:
     after: bytes = b""
     amount: int = 0
     fired: threading.Event = field(default_factory=threading.Event)
-    pipe: Pipe | None = None
+    pipe: "Pipe | None" = None
     left: int = 0
 
     @property
-    def needs(self) -> int:
+    def needs(self):
         """Bytes that must be at hand: a flip changes the next one, the others come before it."""
         return 1 if self.kind == "flip" else 0
 
@@ -66,27 +61,27 @@ class Line:
         seed: of the jitter.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self._random = random.Random(seed)
         self._free_at = 0.0  # when what was read will have left at the line's rate
         self.open = asyncio.Event()  # not set: a partition
-        self.shots: list[Shot] = []
+        self.shots = []
         self.passed = self.flips = self.duplicated = self.cuts = 0
-        self.pipes: list[Pipe] = []  # of all connections that came
+        self.pipes = []  # of all connections that came
         self.restore()
 
-    def restore(self) -> None:
+    def restore(self):
         """End every fault; shots that have not been fired never are."""
         self.delay_s = self.jitter_s = 0.0
-        self.bytes_per_s: float | None = None
+        self.bytes_per_s = None
         self.open.set()
         self.shots.clear()
 
-    def draw(self) -> float:
+    def draw(self):
         """Return how much of the jitter the next piece has."""
         return self._random.random()
 
-    async def allowance(self) -> int:
+    async def allowance(self):
         """Wait until the line may carry more, and return how many bytes may be read at once."""
         await self.open.wait()
         while self.bytes_per_s is not None and (wait := self._free_at - _now()) > 0:
@@ -95,13 +90,13 @@ class Line:
             return PIECE_BYTES
         return max(1, min(PIECE_BYTES, int(self.bytes_per_s * TICK_S)))
 
-    def spend(self, nbytes: int) -> None:
+    def spend(self, nbytes):
         """Take note that so many bytes were read."""
         if self.bytes_per_s is not None:
             # A tick of arrears may be caught up on: timers are late.
             self._free_at = max(self._free_at, _now() - TICK_S) + nbytes / self.bytes_per_s
 
-    async def due(self, arrived: float, drawn: float) -> None:
+    async def due(self, arrived, drawn):
         """Wait until a piece that was read at `arrived` is to be passed on."""
         while (wait := arrived + self.delay_s + drawn * self.jitter_s - _now()) > 0:
             await asyncio.sleep(min(wait, TICK_S))
@@ -118,17 +113,17 @@ class Pipe:
         passed: bytes that it has passed on.
     """
 
-    def __init__(self, line: Line, source: socket.socket, sink: socket.socket) -> None:
+    def __init__(self, line, source, sink):
         self.passed = 0
         line.pipes.append(self)
         self._line = line
         self._source = source
         self._sink = sink
         # When it was read, how much jitter it has, and the bytes: none at the end, None at a reset.
-        self._queue: asyncio.Queue[tuple[float, float, bytes | None]] = asyncio.Queue(QUEUE_PIECES)
+        self._queue = asyncio.Queue(QUEUE_PIECES)
         self._record = b""
 
-    async def run(self) -> None:
+    async def run(self):
         """Move bytes until the stream ends or the sink is gone, which the other pipe then reads.
 
         Raises:
@@ -145,9 +140,9 @@ class Pipe:
                 if shot.pipe is self:
                     shot.pipe = None  # it hits another connection
 
-    async def _read(self) -> None:
+    async def _read(self):
         loop = asyncio.get_running_loop()
-        piece: bytes | None = b"-"
+        piece = b"-"
         while piece:
             allowed = await self._line.allowance()
             try:  # nothing is awaited in between: what is read is what is allowed now
@@ -160,7 +155,7 @@ class Pipe:
             self._line.spend(len(piece or b""))
             await self._queue.put((_now(), self._line.draw(), piece))
 
-    async def _write(self) -> None:
+    async def _write(self):
         while True:
             arrived, drawn, piece = await self._queue.get()
             await self._line.due(arrived, drawn)
@@ -175,7 +170,7 @@ class Pipe:
             except OSError:
                 return
 
-    async def _pass_on(self, piece: bytes) -> None:
+    async def _pass_on(self, piece):
         while (shot := self._next_shot(piece)) is not None:
             before, piece = piece[: shot.left], piece[shot.left :]
             self._line.shots.remove(shot)
@@ -194,7 +189,7 @@ class Pipe:
             shot.fired.set()
         await self._advance(piece)
 
-    def _next_shot(self, piece: bytes) -> Shot | None:
+    def _next_shot(self, piece):
         """Return the first shot that hits this piece; its `left` says where."""
         for shot in self._line.shots:
             if shot.pipe is None and (start := self._end_of(shot.after, piece)) is not None:
@@ -204,14 +199,14 @@ class Pipe:
         due = (shot for shot in mine if shot.left + shot.needs <= len(piece))
         return min(due, key=lambda shot: shot.left, default=None)
 
-    def _end_of(self, pattern: bytes, piece: bytes) -> int | None:
+    def _end_of(self, pattern, piece):
         if not pattern:
             return 0
         before = self._record[1 - len(pattern) :] if len(pattern) > 1 else b""
         at = (before + piece).find(pattern)
         return None if at < 0 else at + len(pattern) - len(before)
 
-    async def _advance(self, data: bytes) -> None:
+    async def _advance(self, data):
         """Send what the shots leave alone, and count it for them."""
         await self._send(data)
         for shot in self._line.shots:
@@ -219,7 +214,7 @@ class Pipe:
                 shot.left -= len(data)
         self._record = (self._record + data)[-RECORD_BYTES:]
 
-    async def _send(self, data: bytes) -> None:
+    async def _send(self, data):
         loop = asyncio.get_running_loop()
         view = memoryview(data)
         while view:
@@ -233,17 +228,13 @@ class Pipe:
             self.passed += sent
             view = view[sent:]
 
-    async def _drain(self) -> None:
+    async def _drain(self):
         """Wait until the peer's kernel has everything, which a reset would else throw away."""
         while fcntl.ioctl(self._sink, termios.TIOCOUTQ, bytes(4)) != bytes(4):
             await asyncio.sleep(TICK_S / 10)
 
 
-async def ready(
-    one: socket.socket,
-    add: Callable[[socket.socket, Callable[[], None]], None],
-    remove: Callable[[socket.socket], bool],
-) -> None:
+async def ready(one, add, remove):
     """Wait until a socket can be read or written, as `add` says."""
     event = asyncio.Event()
     add(one, event.set)
@@ -253,5 +244,5 @@ async def ready(
         remove(one)
 
 
-def _now() -> float:
+def _now():
     return asyncio.get_running_loop().time()

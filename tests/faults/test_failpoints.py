@@ -1,13 +1,11 @@
 """Failpoints: what is written is read, and every place of a real process is one."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,19 +15,12 @@ from reducer.failpoints import DROPPING, LEAVE_S, Action, Failpoint, Place, pars
 from reducer.runtime import _loop as reducer_loop
 from tests.faults.processes import reducer, worker
 from tests.integration.calls import ones, until_stopped
+from tests.ranks import Rank
 from worker_client.client.bootstrap import connect
+from worker_client.client.client import Client
 from worker_client.runtime import _loop as worker_loop
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-    from typing import IO
-
-    from tests.ranks import Rank
-    from worker_client.client.client import Client
-    from worker_client.work import Work
-
-    Both = Callable[[str], AbstractContextManager[tuple[Rank, Client]]]
+Both = Callable[[str], AbstractContextManager[tuple[Rank, Client]]]
 
 ROOT = Path(__file__).parents[2]
 TWINS = ["plain", "reducer", "worker"]
@@ -59,7 +50,7 @@ TWINS = ["plain", "reducer", "worker"]
         ),
     ],
 )
-def test_what_is_read(text: str, read: list[Failpoint]) -> None:
+def test_what_is_read(text, read):
     assert parse(text) == tuple(read)
     assert parse(",".join(place.text + "=kill" for place in Place))
 
@@ -87,12 +78,12 @@ def test_what_is_read(text: str, read: list[Failpoint]) -> None:
         ("reducer.tick=kill,reducer.tick=stop", "reducer.tick is given twice"),
     ],
 )
-def test_what_is_refused(text: str, why: str) -> None:
+def test_what_is_refused(text, why):
     with pytest.raises(ValueError, match=why):
         parse(text)
 
 
-def test_c_has_the_same_places_and_actions() -> None:
+def test_c_has_the_same_places_and_actions():
     header = (ROOT / "reducer" / "failpoints" / "failpoints.h").read_text()
     source = (ROOT / "reducer" / "failpoints" / "failpoints.c").read_text()
     places = re.search(r"enum failpoint \{(.*?)\}", header, re.DOTALL)
@@ -103,7 +94,7 @@ def test_c_has_the_same_places_and_actions() -> None:
     assert re.findall(r"\w+", actions[1]) == ["NOTHING"] + [action.name for action in Action]
 
 
-def test_the_table_of_places_is_complete() -> None:
+def test_the_table_of_places_is_complete():
     section = (ROOT / "CONTRIBUTING.md").read_text().partition("\n## Failpoints\n")[2]
     rows = re.findall(r"^\| `(\w+\.\w+)` \|.*\| (.*)\|$", section, re.MULTILINE)
     assert [name for name, _ in rows] == [place.text for place in Place]
@@ -111,7 +102,7 @@ def test_the_table_of_places_is_complete() -> None:
 
 
 @pytest.mark.parametrize("arm", [failpoints.arm, reducer_loop.arm, worker_loop.arm], ids=TWINS)
-def test_which_pass_counts(arm: Callable[..., Callable[[Place], bool]]) -> None:
+def test_which_pass_counts(arm):
     try:
         hit = arm(parse("worker.received=drop@2,reducer.welcome=drop,reducer.tick=delay:20ms@2"))
         assert [hit(Place.WORKER_RECEIVED) for _ in range(4)] == [False, True, False, False]
@@ -134,9 +125,7 @@ def test_which_pass_counts(arm: Callable[..., Callable[[Place], bool]]) -> None:
 
 
 @contextmanager
-def job(
-    address: str, *, late: bool = False, timeout: str = "2s"
-) -> Iterator[tuple[list[Client], list[Work]]]:
+def job(address, *, late=False, timeout="2s"):
     """Two ranks of a job, and their first all-reduces; rank 0's is perhaps before rank 1 comes."""
     with ExitStack() as stack:
         arguments = {"job": "a job", "world_size": 2, "servers": [address], "timeout": timeout}
@@ -148,16 +137,16 @@ def job(
         yield ranks, works + [ask(client) for client in ranks[len(works) :]]
 
 
-def ask(client: Client, **arguments: str) -> Work:
+def ask(client, **arguments):
     return client.all_reduce(ones(), op="sum", **arguments)
 
 
-def outcomes(works: list[Work]) -> list[float | type[ReductionError]]:
+def outcomes(works):
     """The sum at each rank, or its error."""
     return [outcome(work) for work in works]
 
 
-def outcome(work: Work) -> float | type[ReductionError]:
+def outcome(work):
     try:
         return float(work.wait(20)[0])
     except ReductionError as error:
@@ -188,7 +177,7 @@ WAYS = pytest.mark.parametrize(
         ("reducer.after_results=kill@2", (2, 2)),
     ],
 )
-def test_a_reducer_dies_at_the_nth_pass(point: str, late: bool, with_sum: tuple[int, int]) -> None:
+def test_a_reducer_dies_at_the_nth_pass(point, late, with_sum):
     with reducer(point) as (process, address), job(address, late=late) as (ranks, works):
         found = [outcomes(works), outcomes([ask(client) for client in ranks])]
         assert process.wait(30) == -signal.SIGKILL
@@ -198,7 +187,7 @@ def test_a_reducer_dies_at_the_nth_pass(point: str, late: bool, with_sum: tuple[
 
 @pytest.mark.usefixtures("impl")
 @pytest.mark.parametrize("point", ["reducer.tick=kill@3", "reducer.welcome=kill"])
-def test_a_reducer_dies_without_an_all_reduce(point: str) -> None:
+def test_a_reducer_dies_without_an_all_reduce(point):
     with reducer(point) as (process, address):
         if "welcome" in point:
             with pytest.raises(ReducerLostError):
@@ -207,7 +196,7 @@ def test_a_reducer_dies_without_an_all_reduce(point: str) -> None:
 
 
 @pytest.mark.usefixtures("impl")
-def test_a_reducer_stops_and_goes_on() -> None:
+def test_a_reducer_stops_and_goes_on():
     with reducer("reducer.before_sum=stop") as (process, address), job(address) as (_, works):
         until_stopped(process.pid)
         assert not any(work.done() for work in works)
@@ -216,7 +205,7 @@ def test_a_reducer_stops_and_goes_on() -> None:
 
 
 @pytest.mark.usefixtures("impl")
-def test_a_reducer_is_slow() -> None:
+def test_a_reducer_is_slow():
     with (
         reducer("reducer.after_sum=delay:150ms,reducer.received=delay:150ms@3") as (_, address),
         job(address) as (ranks, works),
@@ -233,7 +222,7 @@ def test_a_reducer_is_slow() -> None:
     ("place", "with_sum"),
     [("reducer.received", 0), ("reducer.after_sum", 0), ("reducer.between_results", 1)],
 )
-def test_a_reducer_drops(place: str, late: bool, with_sum: int) -> None:
+def test_a_reducer_drops(place, late, with_sum):
     with (
         reducer(f"{place}=drop@1") as (_, address),
         job(address, late=late, timeout="300ms") as (_, works),
@@ -244,7 +233,7 @@ def test_a_reducer_drops(place: str, late: bool, with_sum: int) -> None:
 
 
 @pytest.mark.usefixtures("impl")
-def test_a_reducer_drops_a_welcome() -> None:
+def test_a_reducer_drops_a_welcome():
     with reducer("reducer.welcome=drop@1") as (_, address):
         # A PING may be the first that it hears, which ends the connection.
         with pytest.raises(ReductionError, match=r"not answer a HELLO|PING is not allowed"):
@@ -255,23 +244,23 @@ def test_a_reducer_drops_a_welcome() -> None:
 # -- workers ------------------------------------------------------------------------------------
 
 
-def line(pipe: IO[str] | None) -> str:
+def line(pipe):
     assert pipe is not None
     return pipe.readline().strip()
 
 
-def go(process: Rank) -> None:
+def go(process):
     process.stdin.write("go\n")
     process.stdin.flush()
 
 
 @pytest.fixture
-def both(servers: list[str], request: pytest.FixtureRequest) -> Both:
+def both(servers, request):
     """Make a process that is rank 0, and rank 1 here."""
     common = {"servers": servers[:1], "job": request.node.name[:100]}
 
     @contextmanager
-    def make(failpoints: str) -> Iterator[tuple[Rank, Client]]:
+    def make(failpoints):
         with (
             worker(failpoints, **common) as process,
             connect(rank=1, world_size=2, chunk_bytes="64KiB", **common) as client,
@@ -282,7 +271,7 @@ def both(servers: list[str], request: pytest.FixtureRequest) -> Both:
     return make
 
 
-def ask_three_chunks(client: Client) -> Work:
+def ask_three_chunks(client):
     return client.all_reduce(ones(49152), op="sum")
 
 
@@ -297,12 +286,7 @@ def ask_three_chunks(client: Client) -> Work:
         ("worker.completed=kill@2", 1, 2.0),
     ],
 )
-def test_a_worker_dies_at_the_nth_pass(
-    both: Both,
-    point: str,
-    sums: int,
-    others: float | type[ReductionError] | None,
-) -> None:
+def test_a_worker_dies_at_the_nth_pass(both, point, sums, others):
     with both(point) as (process, client):
         for call in range(sums + 1):
             go(process)
@@ -312,13 +296,13 @@ def test_a_worker_dies_at_the_nth_pass(
         assert others is None or outcomes(works) == [others]
 
 
-def test_a_worker_dies_before_it_says_hello(servers: list[str]) -> None:
+def test_a_worker_dies_before_it_says_hello(servers):
     with worker("worker.hello=kill", servers, "dies") as process:
         assert not line(process.stdout)
         assert process.wait(30) == -signal.SIGKILL
 
 
-def test_a_worker_stops_and_goes_on(both: Both) -> None:
+def test_a_worker_stops_and_goes_on(both):
     with both("worker.copied=stop@2") as (process, client):
         go(process)
         work = ask_three_chunks(client)
@@ -337,7 +321,7 @@ def test_a_worker_stops_and_goes_on(both: Both) -> None:
         ("worker.before_send=delay:150ms@1", 0.15),
     ],
 )
-def test_a_worker_is_slow(both: Both, point: str, least_s: float) -> None:
+def test_a_worker_is_slow(both, point, least_s):
     with both(point) as (process, client):
         started = time.perf_counter()
         go(process)
@@ -347,7 +331,7 @@ def test_a_worker_is_slow(both: Both, point: str, least_s: float) -> None:
 
 
 @pytest.mark.parametrize("place", ["worker.before_send", "worker.received"])
-def test_a_worker_drops(both: Both, place: str) -> None:
+def test_a_worker_drops(both, place):
     with both(f"{place}=drop@2") as (process, client):
         go(process)
         found = outcomes([ask_three_chunks(client)])
@@ -356,13 +340,13 @@ def test_a_worker_drops(both: Both, place: str) -> None:
         assert "reducer.errors.ReductionTimeout" in process.err
 
 
-def test_a_worker_drops_its_hello(servers: list[str]) -> None:
+def test_a_worker_drops_its_hello(servers):
     with worker("worker.hello=drop", servers, "drops") as process:
         assert process.wait(30) == 1
         assert "does not answer a HELLO" in process.err
 
 
-def test_a_wrong_name_ends_the_command_with_a_sentence() -> None:
+def test_a_wrong_name_ends_the_command_with_a_sentence():
     with reducer("reducer.sum=kill") as (process, address):
         assert process.wait(30) == 2
         assert not address

@@ -1,16 +1,14 @@
 """Whatever the network does, a step is exact or says in time why not, and the job goes on."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from reducer.wire.constants import HEADER_BYTES, MAGIC, VERSION_MAJOR, MessageType
 from tests.conftest import joined
-from tests.faults.proxy import Direction, Proxy, Way
+from tests.faults.proxy import Proxy
 from tests.faults.steps import (
     COUNT,
     begin,
@@ -19,18 +17,14 @@ from tests.faults.steps import (
     works_again,
     works_again_or_says_why_not,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
+from worker_client.client.client import Client
 
 BOTH_WAYS = pytest.mark.parametrize("way", ["up", "down"])
 MORE_FRAME = bytes([1, HEADER_BYTES])  # how ZMTP begins a header that a payload follows
 PAYLOAD_LENGTH = HEADER_BYTES + 1  # where its 8 bytes begin, big-endian, counted from the magic
 
 
-def chunk(way: Way) -> bytes:
+def chunk(way):
     """The first bytes of a chunk's header in that direction."""
     kind = MessageType.CONTRIBUTION if way == "up" else MessageType.RESULT
     return MAGIC + bytes([VERSION_MAJOR, kind])
@@ -44,7 +38,7 @@ class Net(NamedTuple):
 
 
 @pytest.fixture(params=[1, 3], ids=["one", "streams"])
-def streams(request: pytest.FixtureRequest, impl: str) -> int:
+def streams(request, impl):
     """Connections to each reducer."""
     if impl == "plain" and request.param > 1:
         pytest.skip("the plain implementation has one alone")
@@ -52,17 +46,12 @@ def streams(request: pytest.FixtureRequest, impl: str) -> int:
 
 
 @pytest.fixture
-def make_net(
-    servers: list[str],
-    streams: int,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[str], Net]]:
+def make_net(servers, streams, request, monkeypatch):
     """Make jobs, each with proxies of its own."""
     monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
     with ExitStack() as stack:
 
-        def make(what: str) -> Net:
+        def make(what):
             proxies = [stack.enter_context(Proxy(server)) for server in servers]
             addresses = [proxy.address for proxy in proxies]
             job = f"{request.node.name[:90]} {what}"
@@ -74,14 +63,14 @@ def make_net(
 
 
 @pytest.fixture
-def net(make_net: Callable[[str], Net]) -> Net:
+def net(make_net):
     return make_net("")
 
 
 # -- a network that is slow -----------------------------------------------------------------------
 
 
-def test_a_delay_costs_time_alone(net: Net) -> None:
+def test_a_delay_costs_time_alone(net):
     for proxy in net.proxies:
         proxy.delay("both", 0.05, jitter_s=0.02)
     start = time.monotonic()
@@ -90,10 +79,10 @@ def test_a_delay_costs_time_alone(net: Net) -> None:
     assert time.monotonic() - start >= 5 * 0.1
 
 
-def test_a_reducer_at_a_tenth_of_its_rate_is_not_a_dead_one(net: Net) -> None:
+def test_a_reducer_at_a_tenth_of_its_rate_is_not_a_dead_one(net):
     slow, count = net.proxies[0], 2_000_000  # 8 MB
-    took: list[float] = []
-    passed: list[int] = []
+    took = []
+    passed = []
     for number in range(1, 4):
         if number == 3:
             slow.throttle("both", passed[1] / took[1] / 10)
@@ -104,8 +93,8 @@ def test_a_reducer_at_a_tenth_of_its_rate_is_not_a_dead_one(net: Net) -> None:
     assert took[2] > 2 * took[1]  # perhaps not ten times: shares may follow the rates
 
 
-def test_a_partition_is_noticed_and_gone_when_it_heals(make_net: Callable[[str], Net]) -> None:
-    directions: tuple[Direction, ...] = ("up", "down", "both")
+def test_a_partition_is_noticed_and_gone_when_it_heals(make_net):
+    directions = ("up", "down", "both")
     nets = [make_net(direction) for direction in directions]  # at once: three would take long
     start = time.monotonic()
     for direction, net in zip(directions, nets, strict=True):
@@ -120,9 +109,7 @@ def test_a_partition_is_noticed_and_gone_when_it_heals(make_net: Callable[[str],
         works_again(net.clients)
 
 
-def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(
-    make_net: Callable[[str], Net], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(make_net, monkeypatch):
     nets = [make_net("as usual")]
     monkeypatch.setenv("REDUCTION_PATIENCE", "5s")
     nets.append(make_net("patient"))
@@ -150,7 +137,7 @@ def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(
 
 @BOTH_WAYS
 @pytest.mark.parametrize("nbytes", [0, 50, HEADER_BYTES, 100_000])
-def test_a_torn_frame_tears_no_sum(net: Net, way: Way, nbytes: int) -> None:
+def test_a_torn_frame_tears_no_sum(net, way, nbytes):
     fired = net.proxies[1].cut(way, mid_frame=nbytes, after=chunk(way))
     step = begin(net.clients, 1, 3 * COUNT)  # so that each of three streams carries as much
     exact_or_typed(step, within_s=3)
@@ -158,7 +145,7 @@ def test_a_torn_frame_tears_no_sum(net: Net, way: Way, nbytes: int) -> None:
     works_again(net.clients)
 
 
-def test_a_cut_of_everything_in_the_middle_of_a_step(net: Net, streams: int) -> None:
+def test_a_cut_of_everything_in_the_middle_of_a_step(net, streams):
     for proxy in net.proxies:
         proxy.throttle("both", 2_000_000)  # so that it is in the middle
     step = begin(net.clients, 1)
@@ -188,7 +175,7 @@ def test_a_cut_of_everything_in_the_middle_of_a_step(net: Net, streams: int) -> 
         pytest.param(PAYLOAD_LENGTH + 7, 3, id="length of what comes next too"),
     ],
 )
-def test_a_flipped_bit_adds_nothing(net: Net, way: Way, offset: int, bit: int) -> None:
+def test_a_flipped_bit_adds_nothing(net, way, offset, bit):
     fired = net.proxies[0].flip(way, offset, bit, after=MORE_FRAME)
     exact_or_typed(begin(net.clients, 1), within_s=3)
     assert fired.wait(20)
@@ -197,7 +184,7 @@ def test_a_flipped_bit_adds_nothing(net: Net, way: Way, offset: int, bit: int) -
 
 @BOTH_WAYS
 @pytest.mark.parametrize("nbytes", [1, 10, 90])
-def test_bytes_of_a_header_that_come_twice_add_nothing(net: Net, way: Way, nbytes: int) -> None:
+def test_bytes_of_a_header_that_come_twice_add_nothing(net, way, nbytes):
     fired = net.proxies[0].duplicate(way, nbytes, after=chunk(way))
     exact_or_typed(begin(net.clients, 1), within_s=3)
     assert fired.wait(20)

@@ -1,19 +1,15 @@
 """Each fault that lasts does what it says to real sockets, and no more."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.faults.ends import (
     RAMP,
-    Ends,
     in_background,
     is_over,
     is_quiet,
@@ -24,11 +20,6 @@ from tests.faults.ends import (
 )
 from tests.waits import within_s
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.faults.proxy import Proxy, Way
-
 BOTH_WAYS = pytest.mark.parametrize("way", ["up", "down"])
 
 
@@ -36,7 +27,7 @@ BOTH_WAYS = pytest.mark.parametrize("way", ["up", "down"])
 
 
 @BOTH_WAYS
-def test_bytes_and_the_end_of_a_stream_pass(ends: Ends, way: Way) -> None:
+def test_bytes_and_the_end_of_a_stream_pass(ends, way):
     sender, receiver = ends.pair(way)
     thread = in_background(lambda: sender.sendall(RAMP))
     assert receive(receiver, len(RAMP)) == RAMP
@@ -50,14 +41,14 @@ def test_bytes_and_the_end_of_a_stream_pass(ends: Ends, way: Way) -> None:
 
 
 @BOTH_WAYS
-def test_a_reset_passes(ends: Ends, way: Way) -> None:
+def test_a_reset_passes(ends, way):
     sender, receiver = ends.pair(way)
     sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sender.close()
     assert is_reset(receiver)
 
 
-def test_a_target_that_is_not_there_resets(ends: Ends) -> None:
+def test_a_target_that_is_not_there_resets(ends):
     ends.listener.close()
     with suppress(ConnectionResetError):  # it may come before the connection is known to be made
         assert is_reset(ends.dial())
@@ -67,7 +58,7 @@ def test_a_target_that_is_not_there_resets(ends: Ends) -> None:
 
 
 @BOTH_WAYS
-def test_a_delay_is_kept_in_its_direction_alone(ends: Ends, way: Way) -> None:
+def test_a_delay_is_kept_in_its_direction_alone(ends, way):
     sender, receiver = ends.pair(way)
     ends.proxy.delay(way, 1.0)
     start = time.monotonic()
@@ -81,7 +72,7 @@ def test_a_delay_is_kept_in_its_direction_alone(ends: Ends, way: Way) -> None:
     within_s(0.9, start)
 
 
-def test_what_waits_in_a_delay_leaves_when_it_ends(ends: Ends) -> None:
+def test_what_waits_in_a_delay_leaves_when_it_ends(ends):
     sender, receiver = ends.pair()
     ends.proxy.delay("both", 60)
     sender.sendall(b"ping")
@@ -90,7 +81,7 @@ def test_what_waits_in_a_delay_leaves_when_it_ends(ends: Ends) -> None:
     assert receive(receiver, 4) == b"ping"
 
 
-def test_jitter_spreads_and_keeps_the_order(ends: Ends) -> None:
+def test_jitter_spreads_and_keeps_the_order(ends):
     sender, receiver = ends.pair()
     ends.proxy.delay("up", 0.0, jitter_s=0.1)
     times = []
@@ -105,7 +96,7 @@ def test_jitter_spreads_and_keeps_the_order(ends: Ends) -> None:
 
 
 @BOTH_WAYS
-def test_a_rate_is_kept_by_all_connections_together(ends: Ends, way: Way) -> None:
+def test_a_rate_is_kept_by_all_connections_together(ends, way):
     pairs = [ends.pair(way), ends.pair(way)]
     ends.proxy.throttle(way, 1_000_000)
     start = time.monotonic()
@@ -123,7 +114,7 @@ def test_a_rate_is_kept_by_all_connections_together(ends: Ends, way: Way) -> Non
     thread.join()
 
 
-def test_a_rate_stops_the_sender(ends: Ends) -> None:
+def test_a_rate_stops_the_sender(ends):
     sender, receiver = ends.pair()
     ends.proxy.throttle("up", 1000)
     sent = send_until_it_blocks(sender)
@@ -135,14 +126,14 @@ def test_a_rate_stops_the_sender(ends: Ends) -> None:
     thread.join()
 
 
-def test_a_reader_that_stops_stops_the_sender(ends: Ends) -> None:
+def test_a_reader_that_stops_stops_the_sender(ends):
     sender, _ = ends.pair()
     sent = send_until_it_blocks(sender)
     assert sent < 48 << 20
 
 
 @BOTH_WAYS
-def test_a_partition_holds_bytes_and_ends_until_it_heals(ends: Ends, way: Way) -> None:
+def test_a_partition_holds_bytes_and_ends_until_it_heals(ends, way):
     sender, receiver = ends.pair(way)
     assert passes(sender, receiver)
     ends.proxy.blackhole(way)
@@ -158,7 +149,7 @@ def test_a_partition_holds_bytes_and_ends_until_it_heals(ends: Ends, way: Way) -
 
 
 @BOTH_WAYS
-def test_a_partition_keeps_new_connections_from_the_reducer(ends: Ends, way: Way) -> None:
+def test_a_partition_keeps_new_connections_from_the_reducer(ends, way):
     ends.proxy.blackhole(way)
     worker = ends.dial()
     worker.sendall(b"ping")
@@ -170,7 +161,7 @@ def test_a_partition_keeps_new_connections_from_the_reducer(ends: Ends, way: Way
     assert receive(ends.answer(), 4) == b"ping"
 
 
-def test_not_a_byte_passes_once_it_is_parted(ends: Ends) -> None:
+def test_not_a_byte_passes_once_it_is_parted(ends):
     sender, receiver = ends.pair()
     thread = in_background(lambda: sender.sendall(RAMP * 32))
     receive(receiver, len(RAMP))  # so that the proxy is in the middle of it
@@ -184,7 +175,7 @@ def test_not_a_byte_passes_once_it_is_parted(ends: Ends) -> None:
     thread.join()
 
 
-def test_refused_connections_and_those_that_go_on(ends: Ends) -> None:
+def test_refused_connections_and_those_that_go_on(ends):
     sender, receiver = ends.pair()
     ends.proxy.refuse()
     ends.proxy.refuse()
@@ -210,6 +201,6 @@ def test_refused_connections_and_those_that_go_on(ends: Ends) -> None:
         lambda proxy: proxy.duplicate("up", 0),
     ],
 )
-def test_faults_that_cannot_be_are_refused(ends: Ends, call: Callable[[Proxy], object]) -> None:
+def test_faults_that_cannot_be_are_refused(ends, call):
     with pytest.raises(ValueError, match="got"):
         call(ends.proxy)

@@ -1,7 +1,5 @@
 """Far connections that break go on over others, from the byte that was read last."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,20 +15,17 @@ from tests.conftest import joined, local_pool
 from tests.faults.proxy import Proxy
 from tests.faults.steps import begin, exact, exact_or_typed
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 CAN_BREAK = os.geteuid() == 0 and shutil.which("ss")
 SIZES = (100, 10_000, 200_000, 1_000_000)
 
 
 @pytest.fixture(autouse=True)
-def far(monkeypatch: pytest.MonkeyPatch) -> None:
+def far(monkeypatch):
     """Have every round trip be a long one."""
     monkeypatch.setattr("worker_client.protocol.joining.FAR_S", 0.0)
 
 
-def break_all(servers: list[str], end: str) -> int:
+def break_all(servers, end):
     """Have the kernel reset all connections to reducers, at one end; return how many."""
     ports = " or ".join(f"{end} = :{server.rpartition(':')[2]}" for server in servers)
     command = ["ss", "-H", "-K", "-t", "state", "established", f"( {ports} )"]
@@ -45,16 +39,11 @@ def break_all(servers: list[str], end: str) -> int:
 @pytest.mark.parametrize(
     "pool", [(1, 1, False), (1, 1, True), (2, 3, False)], ids=["one", "with keys", "streams"]
 )
-def test_breaking_every_connection_costs_no_call(
-    pool: tuple[int, int, bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_breaking_every_connection_costs_no_call(pool, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "worker_client.runtime.compiled_transport")
     reducers, streams, keyed = pool
     monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
-    arguments: dict[str, Any] = {}
+    arguments = {}
     if keyed:
         keygen(tmp_path / "keys", ["one"])
         monkeypatch.setenv("REDUCTION_KEYS", str(tmp_path / "keys" / "pool"))
@@ -78,7 +67,7 @@ def test_breaking_every_connection_costs_no_call(
     assert len(resumed) == broken
 
 
-def test_whatever_a_proxy_loses_no_sum_is_wrong() -> None:
+def test_whatever_a_proxy_loses_no_sum_is_wrong():
     rng = random.Random(1)
     with ExitStack() as stack:
         servers = stack.enter_context(local_pool(2))

@@ -1,21 +1,15 @@
 """Each fault that happens once happens just there."""
 
-from __future__ import annotations
-
 import socket
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.ends import RAMP, Ends, is_reset, passes, receive
-
-if TYPE_CHECKING:
-    from tests.faults.proxy import Way
+from tests.faults.ends import RAMP, is_reset, passes, receive
 
 BOTH_WAYS = pytest.mark.parametrize("way", ["up", "down"])
 
 
-def test_a_cut_resets_all_connections_and_no_later_one(ends: Ends) -> None:
+def test_a_cut_resets_all_connections_and_no_later_one(ends):
     pairs = [ends.pair(), ends.pair()]
     assert all(passes(*pair) for pair in pairs)
     assert ends.proxy.cut().is_set()
@@ -27,7 +21,7 @@ def test_a_cut_resets_all_connections_and_no_later_one(ends: Ends) -> None:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("nbytes", [0, 7, 300_000])
-def test_a_frame_is_torn_after_exactly_so_many_bytes(ends: Ends, way: Way, nbytes: int) -> None:
+def test_a_frame_is_torn_after_exactly_so_many_bytes(ends, way, nbytes):
     sender, receiver = ends.pair(way)
     bystander = ends.pair(way)
     assert passes(sender, receiver)
@@ -42,7 +36,7 @@ def test_a_frame_is_torn_after_exactly_so_many_bytes(ends: Ends, way: Way, nbyte
     assert passes(*bystander)
 
 
-def test_a_torn_frame_is_whole_up_to_there_for_a_slow_reader_too(ends: Ends) -> None:
+def test_a_torn_frame_is_whole_up_to_there_for_a_slow_reader_too(ends):
     ends.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sender, receiver = ends.pair()
     fired = ends.proxy.cut("up", mid_frame=500_000)
@@ -54,7 +48,7 @@ def test_a_torn_frame_is_whole_up_to_there_for_a_slow_reader_too(ends: Ends) -> 
 
 
 @BOTH_WAYS
-def test_one_bit_is_flipped(ends: Ends, way: Way) -> None:
+def test_one_bit_is_flipped(ends, way):
     sender, receiver = ends.pair(way)
     assert passes(sender, receiver)
     fired = ends.proxy.flip(way, 100_000, bit=6)
@@ -69,7 +63,7 @@ def test_one_bit_is_flipped(ends: Ends, way: Way) -> None:
     assert ends.proxy.counts.flips == 1
 
 
-def test_a_shot_can_be_aimed_at_bytes_of_the_stream(ends: Ends) -> None:
+def test_a_shot_can_be_aimed_at_bytes_of_the_stream(ends):
     bystander = ends.pair()
     sender, receiver = ends.pair()
     fired = ends.proxy.flip("up", 1, after=b"magic")
@@ -82,7 +76,7 @@ def test_a_shot_can_be_aimed_at_bytes_of_the_stream(ends: Ends) -> None:
 
 
 @BOTH_WAYS
-def test_bytes_are_passed_on_twice(ends: Ends, way: Way) -> None:
+def test_bytes_are_passed_on_twice(ends, way):
     sender, receiver = ends.pair(way)
     fired = ends.proxy.duplicate(way, 4, offset=2)
     sender.sendall(b"abcdefgh")
@@ -91,7 +85,7 @@ def test_bytes_are_passed_on_twice(ends: Ends, way: Way) -> None:
     assert ends.proxy.counts.duplicated_bytes == 4
 
 
-def test_several_shots_hit_where_they_were_aimed(ends: Ends) -> None:
+def test_several_shots_hit_where_they_were_aimed(ends):
     sender, receiver = ends.pair()
     ends.proxy.flip("up", 5)
     ends.proxy.duplicate("up", 2, offset=1)
@@ -102,7 +96,7 @@ def test_several_shots_hit_where_they_were_aimed(ends: Ends) -> None:
     assert fired.is_set()
 
 
-def test_a_shot_outlives_a_connection_and_not_a_restoration(ends: Ends) -> None:
+def test_a_shot_outlives_a_connection_and_not_a_restoration(ends):
     sender, receiver = ends.pair()
     ends.proxy.flip("up", 10)
     assert passes(sender, receiver)

@@ -1,38 +1,29 @@
 """Links of several connections: chunks are shared among them, and who loses one loses the link."""
 
-from __future__ import annotations
-
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 
 from reducer.errors import ConfigError
 from tests.conftest import joined, local_pool
-from tests.faults.proxy import Proxy, Way
+from tests.faults.proxy import Proxy
 from tests.faults.steps import begin, exact
 from tests.waits import eventually
+from worker_client.client.client import Client
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
-
-    Net = tuple[list[Client], list[Proxy]]
+Net = tuple[list[Client], list[Proxy]]
 
 STREAMS = 4
 
 
 @pytest.fixture
-def make_net(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Net]]:
+def make_net(request, monkeypatch):
     """Make jobs of two ranks, with four streams to each reducer through a proxy."""
     monkeypatch.setenv("REDUCTION_STREAMS", str(STREAMS))
     with ExitStack() as stack:
 
-        def make(servers: list[str], came: int = STREAMS) -> Net:
+        def make(servers, came=STREAMS):
             proxies = [stack.enter_context(Proxy(server)) for server in servers]
             addresses, job = [proxy.address for proxy in proxies], request.node.name[:90]
             clients = stack.enter_context(joined(2, servers=addresses, job=job, timeout="20s"))
@@ -43,9 +34,9 @@ def make_net(
         yield make
 
 
-def test_chunks_go_over_all_streams(pool: list[str], make_net: Callable[..., Net]) -> None:
+def test_chunks_go_over_all_streams(pool, make_net):
     clients, (proxy, _) = make_net(pool)
-    ways: tuple[Way, Way] = ("up", "down")
+    ways = ("up", "down")
     before = [proxy.shares(way) for way in ways]
     proxy.throttle("both", 16e6)  # then a chunk goes where the least is on its way
     exact(begin(clients, 1, 4_000_000))
@@ -58,9 +49,7 @@ def test_chunks_go_over_all_streams(pool: list[str], make_net: Callable[..., Net
 
 
 @pytest.mark.parametrize("count", [200_000, 4_000_000])
-def test_a_stream_that_is_lost_costs_no_step(
-    pool: list[str], make_net: Callable[..., Net], count: int
-) -> None:
+def test_a_stream_that_is_lost_costs_no_step(pool, make_net, count):
     clients, proxies = make_net(pool)
     step = begin(clients, 1, count)
     proxies[0].cut_latest()  # a further stream: first connections came before
@@ -74,9 +63,7 @@ def test_a_stream_that_is_lost_costs_no_step(
     exact(begin(clients, 3, count))
 
 
-def test_a_stream_belongs_to_its_member_for_as_long_as_that_is_here(
-    make_net: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_belongs_to_its_member_for_as_long_as_that_is_here(make_net, monkeypatch):
     monkeypatch.setenv("REDUCTION_HANDSHAKE_TIMEOUT", "500ms")
     with local_pool(1) as servers:
         clients, (proxy,) = make_net(servers)
@@ -86,9 +73,7 @@ def test_a_stream_belongs_to_its_member_for_as_long_as_that_is_here(
         assert [client.counters.losses for client in clients] == [0, 0]
 
 
-def test_a_reducer_that_has_none_is_used_with_one(
-    make_net: Callable[..., Net],
-) -> None:
+def test_a_reducer_that_has_none_is_used_with_one(make_net):
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("REDUCTION_IMPL", "plain")
@@ -99,9 +84,7 @@ def test_a_reducer_that_has_none_is_used_with_one(
         assert proxy.counts.connections == 2
 
 
-def test_a_plain_worker_says_that_it_has_none(
-    pool: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_worker_says_that_it_has_none(pool, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     monkeypatch.setenv("REDUCTION_STREAMS", "2")
     why = "REDUCTION_STREAMS=2 needs the compiled implementation"

@@ -3,14 +3,12 @@
 Started by test_accelerate as ``python -m tests.frameworks.accelerate_cases GROUP FOLDER``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any
 
 GROUP, FOLDER = sys.argv[1:]
+
 
 import torch  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
@@ -26,24 +24,21 @@ from worker_client import accelerate as ours  # noqa: E402
 from worker_client.ddp import state_of  # noqa: E402
 from worker_client.torch_backend import bytes_reduced  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 warnings.filterwarnings("ignore")
 
 
-def digest(model: nn.Module) -> str:
+def digest(model):
     weights = torch.cat([p.detach().float().flatten() for p in model.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
-def data() -> DataLoader:
+def data():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(160, 8, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8)
 
 
-def make(handler: dict[str, Any] | None = None, **options: Any) -> Accelerator:
+def make(handler=None, **options):
     AcceleratorState._reset_state()
     handlers = [] if handler is None else [DistributedDataParallelKwargs(**handler)]
     return Accelerator(cpu=True, kwargs_handlers=handlers, **options)
@@ -52,7 +47,7 @@ def make(handler: dict[str, Any] | None = None, **options: Any) -> Accelerator:
 class Training:
     """A small smooth network with its optimizer, prepared by an accelerator."""
 
-    def __init__(self, accelerator: Accelerator, attached: bool, unused: bool = False) -> None:
+    def __init__(self, accelerator, attached, unused=False):
         self.accelerator = accelerator
         self.client = ours.attach(accelerator) if attached else None
         self.before = self.reduced
@@ -66,25 +61,25 @@ class Training:
         )
 
     @property
-    def reduced(self) -> int:
+    def reduced(self):
         return 0 if self.client is None else self.client.bytes_reduced
 
-    def backward(self, batch: list[torch.Tensor]) -> None:
+    def backward(self, batch):
         x, y = batch
         self.accelerator.backward((self.model(x).float() - y).square().mean())
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def epochs(self, count: int = 2) -> None:
+    def epochs(self, count=2):
         for _ in range(count):
             for batch in self.loader:
                 with self.accelerator.accumulate(self.model):
                     self.backward(batch)
                     self.step()
 
-    def end(self) -> dict[str, Any]:
+    def end(self):
         return {
             "digest": digest(self.net),
             "bytes": self.reduced - self.before,
@@ -93,10 +88,10 @@ class Training:
         }
 
 
-def accelerated(attached: bool) -> dict[str, Any]:
+def accelerated(attached):
     """Return what every option comes to."""
     seen = {}
-    options: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    options = {
         "default": (None, {}),
         "accumulate": (None, {"gradient_accumulation_steps": 2}),
         "bf16": (None, {"mixed_precision": "bf16"}),
@@ -121,7 +116,7 @@ def accelerated(attached: bool) -> dict[str, Any]:
     return seen
 
 
-def transformed(attached: bool) -> dict[str, Any]:
+def transformed(attached):
     """Return what the Trainer of transformers comes to, straight and resumed."""
     from transformers import (  # noqa: PLC0415
         PrinterCallback,
@@ -153,7 +148,7 @@ def transformed(attached: bool) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    cases: dict[str, tuple[int, dict[str, Any], bool]] = {
+    cases = {
         "default": (2, {"save_strategy": "epoch"}, False),
         "resumed": (2, {"save_strategy": "no"}, True),
         "bf16": (2, {"save_strategy": "no", "bf16": True}, False),
@@ -187,7 +182,7 @@ def transformed(attached: bool) -> dict[str, Any]:
     return seen
 
 
-def refusals() -> dict[str, str]:
+def refusals():
     """Return what is said where something is refused."""
 
     attached, prepared = make(), make()
@@ -207,7 +202,7 @@ def refusals() -> dict[str, str]:
     }
 
 
-def backend() -> dict[str, Any]:
+def backend():
     """Return what a Trainer comes to over the backend, and what is said to who names it there."""
     from transformers import TrainingArguments  # noqa: PLC0415
 
@@ -221,12 +216,12 @@ def backend() -> dict[str, Any]:
     return seen
 
 
-def alone() -> dict[str, str]:
+def alone():
     """Return what is said to a process that no launcher started."""
     return {"alone": refusal(ours.attach, make())}
 
 
-def both(train: Callable[[bool], dict[str, Any]]) -> dict[str, Any]:
+def both(train):
     seen = {"ours": train(True), "stock": train(False)}
     torch.distributed.barrier()
     worker_client.init().shutdown()

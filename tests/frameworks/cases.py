@@ -4,17 +4,14 @@ A module of cases is started at every rank as ``python -m MODULE``, and gives it
 which calls its functions named ``case_...`` one after the other, and says how each ended.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback
-from typing import Any
 
 from tests.ranks import environments, ranks
 
 
-def main(module: dict[str, Any]) -> None:
+def main(module):
     """Call all cases among a module's globals, and print a line for each: name, how it failed."""
     for name, case in module.items():
         if name.startswith("case_"):
@@ -27,7 +24,7 @@ def main(module: dict[str, Any]) -> None:
             sys.stdout.flush()
 
 
-def run(module: str, servers: list[str], **environment: str) -> dict[str, list[str | None]]:
+def run(module, servers, **environment):
     """Run a module of cases at all ranks.
 
     Returns:
@@ -38,7 +35,7 @@ def run(module: str, servers: list[str], **environment: str) -> dict[str, list[s
         "REDUCTION_TIMEOUT": "60s",  # one rank may import its framework long after another
         **environment,
     }
-    results: dict[str, list[str | None]] = {}
+    results = {}
     # Forks would have torch, and cases check that the adapters do without it.
     with ranks(environments(2, servers, **settings), "-m", module, fresh=True) as job:
         for said in job.outputs(240):

@@ -1,10 +1,7 @@
 """One rank of the FSDP tests, as a module of its own, with torchrun's environment."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +19,7 @@ from tests.ranks import refusal, write_result
 from worker_client import fsdp
 
 
-def wrap(strategy: ShardingStrategy = ShardingStrategy.NO_SHARD) -> FullyShardedDataParallel:
+def wrap(strategy=ShardingStrategy.NO_SHARD):
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     return FullyShardedDataParallel(
@@ -30,8 +27,8 @@ def wrap(strategy: ShardingStrategy = ShardingStrategy.NO_SHARD) -> FullySharded
     )
 
 
-def no_shard() -> dict[str, Any]:
-    def losses(model: torch.nn.Module) -> list[float]:
+def no_shard():
+    def losses(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(1 + dist.get_rank())
         found = []
@@ -54,13 +51,13 @@ def no_shard() -> dict[str, Any]:
     }
 
 
-def one_weight(mesh: Any, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def one_weight(mesh, dtype=torch.float32):
     model = torch.nn.Linear(1, 1, bias=False)
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def bfloat16(mesh: Any) -> tuple[float, int]:
+def bfloat16(mesh):
     """The mean of 256 and 2, and the bytes that went to reducers."""
     model = one_weight(mesh["shard"], torch.bfloat16)
     client = fsdp.attach(model, mesh["replicate"])
@@ -68,7 +65,7 @@ def bfloat16(mesh: Any) -> tuple[float, int]:
     return float(model.weight.grad.full_tensor()), client.bytes_reduced
 
 
-def late(mesh: Any) -> str:
+def late(mesh):
     model = one_weight(mesh["shard"])
     client = fsdp.attach(model, mesh["replicate"])
     client.timeout_s = 0.5
@@ -82,7 +79,7 @@ def late(mesh: Any) -> str:
     return "no error"
 
 
-def refusals(mesh: Any) -> dict[str, str]:
+def refusals(mesh):
     refused = partial(refusal, fsdp.attach)
     twice = wrap()
     fsdp.attach(twice)
@@ -102,7 +99,7 @@ def refusals(mesh: Any) -> dict[str, str]:
         }
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

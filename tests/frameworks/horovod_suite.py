@@ -16,8 +16,6 @@ counts. A test may fail if `KNOWN` says why, and has to.
 """
 # ruff: noqa: PLC0415, S102, T201 (what is imported depends on the environment; a command)
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -33,16 +31,12 @@ import unittest.mock
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from reducer import local_pool
 from tests.horovod_imports import changed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from multiprocessing.connection import Connection
 
 START_S, TEST_S, AFTER_S = 120.0, 90.0, 20.0  # AFTER_S: for the others, when one rank has failed
 SOURCE = "HOROVOD_SOURCE"
@@ -73,7 +67,7 @@ _EQUAL = Reason(
     (3,), "the mean of three equal numbers has to have their bits, and their sum is rounded"
 )
 _KERAS_2 = Reason((2, 3), "it asks Keras 3 for what Keras 2 had")
-KNOWN: dict[str, dict[str, Reason]] = {
+KNOWN = {
     "test_torch.py": {
         "test_horovod_allreduce_prescale": _HALVES,
         "test_horovod_reducescatter_prescale": _HALVES,
@@ -118,7 +112,7 @@ KNOWN: dict[str, dict[str, Reason]] = {
 }
 
 
-def table(file: str) -> str:
+def table(file):
     """Return what fails of a file and why, in Markdown."""
     rows = [
         f"| `{name}` | {' and '.join(map(str, sizes))} | {why} |\n"
@@ -134,7 +128,7 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def load(name: str) -> types.ModuleType:
+def load(name):
     """Import a module of Horovod's tests, changed by the command of the page."""
     path = Path(os.environ[SOURCE], FOLDER, name)
     with tempfile.TemporaryDirectory() as folder:
@@ -146,17 +140,17 @@ def load(name: str) -> types.ModuleType:
     return module
 
 
-def stand_in(name: str, **members: Any) -> None:
+def stand_in(name, **members):
     """Let a module of Horovod's be there, or let it have more members."""
     module = sys.modules.setdefault(name, types.ModuleType(name))
     vars(module).update(members)
 
 
-def suite(file: str) -> Any:
+def suite(file):
     """Import Horovod's tests of a file, and return their class."""
 
-    def ranks() -> tuple[int, int]:
-        return tuple(int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))  # type: ignore[return-value]
+    def ranks():
+        return tuple(int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
 
     stand_in(
         "horovod.runner.util.threads",
@@ -181,12 +175,12 @@ def suite(file: str) -> Any:
     return getattr(load(file), CLASSES[file])
 
 
-def _at_least(one: str, other: str) -> bool:
+def _at_least(one, other):
     parts = [[int(part) for part in version.split(".")] for version in (one, other)]
     return parts[0] >= parts[1]
 
 
-def serve(file: str, rank: int, world_size: int, pipe: Connection) -> None:
+def serve(file, rank, world_size, pipe):
     """Send the names of a file's tests; run the tests that the pipe names, until it sends None."""
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world_size)}
     tests = suite(file)
@@ -198,7 +192,7 @@ def serve(file: str, rank: int, world_size: int, pipe: Connection) -> None:
     if hasattr(torch.optim, "Muon"):
         torch.optim.Muon.__module__ = "hidden"  # they look for those of torch.optim
 
-    def run(name: str) -> Verdict:
+    def run(name):
         case = tests(name)
         try:
             case.setUp()
@@ -215,7 +209,7 @@ def serve(file: str, rank: int, world_size: int, pipe: Connection) -> None:
             return Verdict("failed", traceback.format_exc())
         return Verdict("passed")
 
-    def goes_on(number: int) -> Verdict:
+    def goes_on(number):
         """Say whether the next calls are right; those without names may be out of step."""
         hvd.init()
         try:
@@ -248,7 +242,7 @@ class Ranks:
         tests: the names of all that the file has, in its order.
     """
 
-    def __init__(self, file: str, world_size: int) -> None:
+    def __init__(self, file, world_size):
         spawn = multiprocessing.get_context("spawn")
         os.environ["PMIX_NAMESPACE"] = f"{os.getpid()}.{time.monotonic_ns()}"
         pairs = [spawn.Pipe() for _ in range(world_size)]
@@ -261,9 +255,9 @@ class Ranks:
             process.start()
         for pipe in self._pipes:
             assert pipe.poll(START_S), "no process is ready"
-            self.tests: list[str] = pipe.recv()
+            self.tests = pipe.recv()
 
-    def run(self, task: str | int) -> Verdict:
+    def run(self, task):
         """Return the verdict on a test, or on whether the job goes on; the first bad one."""
         for pipe in self._pipes:
             pipe.send(task)
@@ -281,18 +275,18 @@ class Ranks:
         hung = [verdict for verdict in bad if "hangs" in verdict.why]
         return (hung or bad or said)[0]
 
-    def stop(self) -> None:
+    def stop(self):
         """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()
 
 
-def run_all(file: str, world_size: int, only: list[str]) -> Iterator[tuple[str, Verdict]]:
+def run_all(file, world_size, only):
     """Run tests of a file, or all, one after the other; yield each with what became of it."""
     ranks = Ranks(file, world_size)
 
-    def renew() -> None:
+    def renew():
         nonlocal ranks
         ranks.stop()
         ranks = Ranks(file, world_size)
@@ -313,7 +307,7 @@ def run_all(file: str, world_size: int, only: list[str]) -> Iterator[tuple[str, 
         ranks.stop()
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", default="test_torch.py", choices=CLASSES)
     parser.add_argument("--world-size", type=int, default=2)

@@ -1,14 +1,11 @@
 """What `worker_client.horovod.tensorflow` and its Keras do, at both ranks of a job."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle
 import runpy
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -23,14 +20,11 @@ from tests.frameworks.cases import main
 from tests.horovod_imports import changed
 from worker_client.horovod.tensorflow.host import HOST
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 hvd.init()
 rank, mine = hvd.rank(), hvd.rank() + 1.0  # 1 and 2: the mean is 1.5
 
 
-def everywhere(function: Callable[[], Any]) -> list[Any]:
+def everywhere(function):
     """What a function returns eagerly and in a graph."""
     return [function(), tf.function(function)()]
 
@@ -64,14 +58,14 @@ same = [
 """
 
 
-def case_the_pages_command_changes_every_import() -> None:
+def case_the_pages_command_changes_every_import():
     with tempfile.TemporaryDirectory() as folder:
         changed(SCRIPT, Path(folder))
         found = runpy.run_path(str(Path(folder, "train.py")))
     assert all(one is other for one, other in found["same"])
 
 
-def case_reductions() -> None:
+def case_reductions():
     expected = {hvd.Average: 1.5, hvd.Sum: 3.0, hvd.Min: 1.0, hvd.Max: 2.0, hvd.Product: 2.0}
     for op, value in expected.items():
         for got in everywhere(lambda op=op: hvd.allreduce(tf.fill((2, 3), mine), op=op)):
@@ -85,8 +79,8 @@ def case_reductions() -> None:
         assert (got.dtype, float(got)) == (tf.float32, 3.0)
 
 
-def case_groups_of_several_dtypes() -> None:
-    def reduced() -> list[Any]:
+def case_groups_of_several_dtypes():
+    def reduced():
         given = [tf.fill((3,), mine), tf.constant([rank], tf.int64), tf.constant(mine, tf.float64)]
         return hvd.grouped_allreduce(given, op=hvd.Sum)
 
@@ -99,8 +93,8 @@ def case_groups_of_several_dtypes() -> None:
     )
 
 
-def case_slices_are_gathered() -> None:
-    def reduced() -> Any:
+def case_slices_are_gathered():
+    def reduced():
         values = tf.fill((1, 2), mine)
         return hvd.allreduce(tf.IndexedSlices(values, tf.constant([rank]), tf.constant([2, 2])))
 
@@ -110,7 +104,7 @@ def case_slices_are_gathered() -> None:
         np.testing.assert_array_equal(dense, [[0.5, 0.5], [1.0, 1.0]])
 
 
-def case_rows_of_all_ranks() -> None:
+def case_rows_of_all_ranks():
     for got in everywhere(lambda: hvd.allgather(tf.fill((rank + 1, 2), rank))):
         assert got.numpy().tolist() == [[0, 0], [1, 1], [1, 1]]
     first, second = hvd.grouped_allgather([tf.constant([rank]), tf.constant([mine])])
@@ -126,7 +120,7 @@ def case_rows_of_all_ranks() -> None:
         hvd.allgather(tf.constant(1.0))
 
 
-def case_the_root_has_it() -> None:
+def case_the_root_has_it():
     for dtype in (tf.float32, tf.bool, tf.uint16, tf.bfloat16):
         for got in everywhere(lambda d=dtype: hvd.broadcast(tf.cast([rank, 1], d), 1, name="b")):
             assert (got.dtype, tf.cast(got, tf.int32).numpy().tolist()) == (dtype, [1, 1])
@@ -142,16 +136,16 @@ def case_the_root_has_it() -> None:
         hvd.broadcast_global_variables(0)
 
 
-def case_gradients_pass_through_calls() -> None:
+def case_gradients_pass_through_calls():
     x = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
     weights = tf.fill((4, 2), mine)
 
-    def of(call: Callable[[Any], Any], factors: Any) -> Any:
+    def of(call, factors):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(call(x) * factors)
         return tape.gradient(loss, x)
 
-    expected: list[tuple[Callable[[Any], Any], Any, Any]] = [
+    expected = [
         (lambda x: hvd.allreduce(x, op=hvd.Sum), weights[:2], np.full((2, 2), 3.0)),
         (hvd.allreduce, weights[:2], np.full((2, 2), 1.5)),
         (hvd.allgather, weights, np.full((2, 2), 1.5)),
@@ -169,14 +163,14 @@ def case_gradients_pass_through_calls() -> None:
         of(lambda x: hvd.allreduce(x, op=hvd.Max), 1.0)
 
 
-def case_numbers_are_found_when_a_graph_runs() -> None:
+def case_numbers_are_found_when_a_graph_runs():
     for got in everywhere(lambda: [hvd.size_op(), hvd.rank_op(), hvd.local_size_op()]):
         assert [int(one) for one in got] == [2, rank, 2]
     for got in everywhere(lambda: [hvd.local_rank_op(), hvd.process_set_included_op()]):
         assert [int(one) for one in got] == [rank, 1]
 
 
-def case_process_sets() -> None:
+def case_process_sets():
     alone = hvd.add_process_set([1])
     if rank:
         assert float(hvd.allreduce(tf.constant(mine), op=hvd.Sum, process_set=alone)) == 2.0
@@ -189,11 +183,11 @@ def case_process_sets() -> None:
     assert hvd.remove_process_set(alone)
 
 
-def case_tapes() -> None:
+def case_tapes():
     weight, unused, table = tf.Variable(tf.ones(3)), tf.Variable(1.0), tf.Variable(tf.ones((2, 2)))
     own = tf.Variable(1.0)
 
-    def gradients(**options: Any) -> list[Any]:
+    def gradients(**options):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weight * mine) + own * mine
             loss += tf.reduce_sum(tf.gather(table, [rank])) * mine
@@ -231,7 +225,7 @@ def case_tapes() -> None:
         hvd.DistributedGradientTape(tape, op=hvd.Sum, gradient_predivide_factor=2.0)
 
 
-def case_ranks_that_disagree_hear_why() -> None:
+def case_ranks_that_disagree_hear_why():
     for kind in (hvd.HorovodInternalError, MismatchError, tf.errors.FailedPreconditionError):
         with pytest.raises(kind, match=r"rank 0 says .*rank 1") as caught:
             hvd.allreduce(tf.ones(2 + rank), name="sizes")
@@ -248,7 +242,7 @@ def case_ranks_that_disagree_hear_why() -> None:
     assert float(hvd.allreduce(tf.constant(mine), name="sizes")) == 1.5
 
 
-def model_of(rate: float, **options: Any) -> tuple[Any, Any]:
+def model_of(rate, **options):
     """Return a compiled model of one weight, 1 at both ranks, and its optimizer."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
     model.set_weights([np.ones((1, 1), np.float32)])
@@ -258,17 +252,17 @@ def model_of(rate: float, **options: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
-def weight_of(model: Any) -> float:
+def weight_of(model):
     """Return the model's only weight."""
     return float(model.get_weights()[0].item())
 
 
-def fit(model: Any, steps: int, **options: Any) -> Any:
+def fit(model, steps, **options):
     x, y = np.ones((steps, 1), np.float32), np.full((steps, 1), -rank, np.float32)
     return model.fit(x, y, batch_size=1, shuffle=False, verbose=0, **options)
 
 
-def case_optimizers() -> None:
+def case_optimizers():
     model, optimizer = model_of(0.5)
     assert type(optimizer).__name__ == "SGD"
     fit(model, 1)
@@ -297,16 +291,16 @@ def case_optimizers() -> None:
     np.testing.assert_allclose(layer.kernel.numpy(), before - mine / 2)
 
 
-def _built() -> Any:
+def _built():
     optimizer = keras.optimizers.SGD()
     optimizer.build([keras.Variable(1.0)])
     return optimizer
 
 
-def case_callbacks() -> None:
+def case_callbacks():
     model, optimizer = model_of(1.0)
     model.set_weights([np.full((1, 1), mine, np.float32)])
-    rates: list[float] = []
+    rates = []
     seen = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda *_, **__: rates.append(float(optimizer.learning_rate))
     )
@@ -331,7 +325,7 @@ def case_callbacks() -> None:
     assert len(set(hvd.allgather_object(weight_of(model)))) == 1
 
 
-def case_an_unbuilt_model_and_local_variables_are_broadcast_as_asked() -> None:
+def case_an_unbuilt_model_and_local_variables_are_broadcast_as_asked():
     weight = keras.initializers.Constant(mine)
     late = keras.Sequential([keras.layers.Dense(1, kernel_initializer=weight)])
     late.compile(optimizer=keras.optimizers.SGD(0.0), loss="mse")
@@ -345,7 +339,7 @@ def case_an_unbuilt_model_and_local_variables_are_broadcast_as_asked() -> None:
     assert weight_of(model) == mine
 
 
-def case_a_loaded_model_reduces() -> None:
+def case_a_loaded_model_reduces():
     model, _ = model_of(0.5)
     fit(model, 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -360,14 +354,14 @@ def case_a_loaded_model_reduces() -> None:
     assert weight_of(loaded) == 1.0 - 0.5 * 3.0
 
 
-def case_calls_of_keras() -> None:
+def case_calls_of_keras():
     assert float(of_keras.allreduce(mine)) == 1.5
     assert of_keras.allgather([rank]).numpy().tolist() == [0, 1]
     assert float(of_keras.broadcast(mine, 1)) == 2.0
     assert of_keras.reducescatter([mine, mine], op=hvd.Sum).numpy().tolist() == [3.0]
 
 
-def case_elastic_states() -> None:
+def case_elastic_states():
     model, optimizer = model_of(0.5)
     model.set_weights([np.full((1, 1), mine, np.float32)])
     state = of_keras.elastic.KerasState(model, epoch=rank, batch=7)
@@ -375,10 +369,10 @@ def case_elastic_states() -> None:
     assert (weight_of(model), state.epoch) == (1.0, 0)
     variable = tf.Variable(mine)
     other = hvd.elastic.TensorFlowState([variable], seen=[])
-    failed: list[int] = []
+    failed = []
 
     @hvd.elastic.run
-    def train(state: Any) -> float:
+    def train(state):
         variable.assign_add(1.0)
         state.seen.append(len(failed))
         if not failed:
@@ -387,7 +381,7 @@ def case_elastic_states() -> None:
         state.save()
         return float(variable)
 
-    def fail(_: Any) -> Any:
+    def fail(_):
         raise hvd.HorovodInternalError("on purpose")
 
     assert train(other) == 2.0  # rank 0's, as it was before the failure, and one more
@@ -411,7 +405,7 @@ def case_elastic_states() -> None:
     assert (weight_of(model), int(optimizer.iterations)) == (committed, iterations)
 
 
-def case_every_joined_rank_is_waited_for() -> None:
+def case_every_joined_rank_is_waited_for():
     if rank == 0:
         assert float(hvd.allreduce(tf.constant(4.0), name="more")) == 2.0  # of 4 and 0
     assert hvd.join() == 0

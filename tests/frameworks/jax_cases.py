@@ -1,7 +1,5 @@
 """What `worker_client.jax` does, at every rank of a job; started by test_jax."""
 
-from __future__ import annotations
-
 import sys
 
 import jax
@@ -24,7 +22,7 @@ tree = {
 }
 
 
-def check(got: dict) -> None:
+def check(got):
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     assert got["b"][0].dtype == jnp.bfloat16
     assert got["b"][1].dtype == jnp.float16
@@ -33,25 +31,25 @@ def check(got: dict) -> None:
     assert (float(got["b"][1]), float(got["n"])) == (1.5, 3.0)
 
 
-def case_a_tree_is_averaged_eagerly_and_compiled() -> None:
+def case_a_tree_is_averaged_eagerly_and_compiled():
     check(all_reduce(tree))
     check(jax.jit(all_reduce)(tree))
 
 
-def case_large_trees_pass() -> None:
+def case_large_trees_pass():
     large = [jnp.full((1 << 20,), mine), jnp.full((1 << 22,), mine)]
     for leaf in jax.jit(lambda given: all_reduce(given, "sum"))(large):
         assert set(np.unique(leaf)) == {3.0}
 
 
-def case_no_leaves_are_no_error() -> None:
+def case_no_leaves_are_no_error():
     assert all_reduce({}) == {}
 
 
-def case_loops_call_in_order() -> None:
+def case_loops_call_in_order():
     @jax.jit
-    def many(x: jax.Array) -> jax.Array:
-        def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def many(x):
+        def step(carry, _):
             return all_reduce(carry, "sum"), None
 
         short, long = all_reduce(jnp.ones(3) * x, "sum"), all_reduce(jnp.ones(5000) * x, "max")
@@ -61,8 +59,8 @@ def case_loops_call_in_order() -> None:
         assert float(many(jnp.float32(mine))) == 12 + 3 + 2
 
 
-def case_a_compiled_rank_and_an_eager_one_make_the_same_calls() -> None:
-    def both(x: jax.Array) -> jax.Array:
+def case_a_compiled_rank_and_an_eager_one_make_the_same_calls():
+    def both(x):
         slow = jax.lax.fori_loop(0, 1000, lambda _, y: jnp.sin(y), jnp.ones(5000) * x)
         # Left to itself, a compiled function begins with what is ready.
         return all_reduce(slow, "max")[0] * all_reduce(jnp.ones(3) * x, "sum")[0]
@@ -71,8 +69,8 @@ def case_a_compiled_rank_and_an_eager_one_make_the_same_calls() -> None:
         assert float(jax.jit(both)(jnp.float32(mine))) < 1
 
 
-def case_gradients_are_averaged_and_values_are_not() -> None:
-    def loss(w: jax.Array, x: float, y: float) -> tuple[jax.Array, str]:
+def case_gradients_are_averaged_and_values_are_not():
+    def loss(w, x, y):
         return (w * x).sum() * y, "aux"
 
     step = value_and_grad(loss, (0, 1), has_aux=True)
@@ -84,7 +82,7 @@ def case_gradients_are_averaged_and_values_are_not() -> None:
     np.testing.assert_array_equal(plain(jnp.ones(3))[1], np.full(3, 1.5))
 
 
-def case_every_rank_gets_the_roots_tree() -> None:
+def case_every_rank_gets_the_roots_tree():
     given = {**tree, "flag": jnp.array([client.rank == 1]), "seed": jnp.uint32(client.rank)}
     for got in (broadcast(given, 1), jax.jit(lambda one: broadcast(one, root=1))(given)):
         assert (float(got["n"]), bool(got["flag"][0]), int(got["seed"])) == (4.0, True, 1)
@@ -92,7 +90,7 @@ def case_every_rank_gets_the_roots_tree() -> None:
         np.testing.assert_array_equal(got["w"], np.full((300, 200), 2.0))
 
 
-def case_errors_are_typed_outside_and_named_inside() -> None:
+def case_errors_are_typed_outside_and_named_inside():
     odd = jnp.zeros(3 + client.rank)
     with pytest.raises(MismatchError, match="rank"):
         all_reduce(odd)
@@ -101,12 +99,12 @@ def case_errors_are_typed_outside_and_named_inside() -> None:
     check(jax.jit(all_reduce)(tree))
 
 
-def case_a_mean_of_integers_is_refused() -> None:
+def case_a_mean_of_integers_is_refused():
     with pytest.raises(ConfigError, match="the mean of int32 is not defined"):
         all_reduce(jnp.arange(3))
 
 
-def case_a_compiled_function_outlasts_a_client() -> None:
+def case_a_compiled_function_outlasts_a_client():
     compiled = jax.jit(all_reduce)
     check(compiled(tree))
     worker_client.init().shutdown()
@@ -114,13 +112,13 @@ def case_a_compiled_function_outlasts_a_client() -> None:
     check(compiled(tree))
 
 
-def case_a_client_may_be_given() -> None:
+def case_a_client_may_be_given():
     with connect(job="given") as given:
         assert float(all_reduce(jnp.float32(mine), client=given)) == 1.5
         assert given.bytes_reduced == 4
 
 
-def case_torch_is_not_needed() -> None:
+def case_torch_is_not_needed():
     assert "torch" not in sys.modules
 
 

@@ -1,10 +1,7 @@
 """What `worker_client.keras` does, at every rank of a job; started by test_keras."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -26,7 +23,7 @@ mine = client.rank + 1.0  # 1 and 2: the mean is 1.5
 x, y = np.full((4, 1), mine, np.float32), np.zeros((4, 1), np.float32)
 
 
-def line(start: float, **dense: Any) -> keras.Model:
+def line(start, **dense):
     """A model of one weight, whose loss below has the gradient x."""
     fill = keras.initializers.Constant(start)
     return keras.Sequential(
@@ -34,11 +31,11 @@ def line(start: float, **dense: Any) -> keras.Model:
     )
 
 
-def slope(_: Any, predicted: Any) -> Any:
+def slope(_, predicted):
     return keras.ops.mean(predicted)
 
 
-def case_gradients_are_averaged_in_fit_and_outside() -> None:
+def case_gradients_are_averaged_in_fit_and_outside():
     for eagerly in (False, True):
         model = line(5.0)
         model.compile(DistributedOptimizer(keras.optimizers.SGD(1.0)), slope, run_eagerly=eagerly)
@@ -51,7 +48,7 @@ def case_gradients_are_averaged_in_fit_and_outside() -> None:
     assert float(weight) == 5 - 2 * 1.5
 
 
-def case_an_optimizer_keeps_its_state_and_saves_as_itself() -> None:
+def case_an_optimizer_keeps_its_state_and_saves_as_itself():
     model = line(5.0)
     optimizer = keras.optimizers.SGD(1.0, momentum=0.5)
     model.compile(optimizer, slope)
@@ -70,7 +67,7 @@ def case_an_optimizer_keeps_its_state_and_saves_as_itself() -> None:
     assert loaded.get_weights()[0].item() == 2 - (0.5 * 2 + mine)
 
 
-def case_training_begins_with_the_roots_variables() -> None:
+def case_training_begins_with_the_roots_variables():
     model = line(mine)
     optimizer = DistributedOptimizer(keras.optimizers.SGD(mine, momentum=0.5))
     model.compile(optimizer, slope)
@@ -79,10 +76,10 @@ def case_training_begins_with_the_roots_variables() -> None:
     assert float(optimizer.learning_rate) == 2
 
 
-def case_metrics_are_averaged() -> None:
+def case_metrics_are_averaged():
     model = line(1.0)
     model.compile("sgd", slope, metrics=["mae"])
-    seen: list[dict[str, Any]] = []
+    seen = []
     after = keras.callbacks.LambdaCallback(on_epoch_end=lambda _, logs: seen.append(dict(logs)))
     callbacks = [MetricAverageCallback(), after]
     history = model.fit(x, y, verbose=0, callbacks=callbacks, validation_data=(2 * x, y)).history
@@ -93,7 +90,7 @@ def case_metrics_are_averaged() -> None:
     assert client.all_reduce(values).wait() == history["val_loss"]
 
 
-def case_an_infinite_gradient_at_one_rank_skips_the_step_at_all() -> None:
+def case_an_infinite_gradient_at_one_rank_skips_the_step_at_all():
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=1.0)
     optimizer = DistributedOptimizer(scaled)
     weight = keras.Variable(5.0)
@@ -103,7 +100,7 @@ def case_an_infinite_gradient_at_one_rank_skips_the_step_at_all() -> None:
     assert float(weight) == 5 - 1.5 / 0.5  # the scale was halved
 
 
-def case_loss_scaling_outside_is_refused() -> None:
+def case_loss_scaling_outside_is_refused():
     model = line(5.0, dtype="mixed_float16")
     inside = DistributedOptimizer(keras.optimizers.SGD(1.0))
     model.compile(keras.optimizers.LossScaleOptimizer(inside), slope)
@@ -117,7 +114,7 @@ def case_loss_scaling_outside_is_refused() -> None:
         keras.config.set_dtype_policy("float32")
 
 
-def case_what_cannot_be_served_is_refused() -> None:
+def case_what_cannot_be_served_is_refused():
     optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0))
     with pytest.raises(ConfigError, match="already"):
         DistributedOptimizer(optimizer)
@@ -133,7 +130,7 @@ def case_what_cannot_be_served_is_refused() -> None:
         model.fit(x, y, callbacks=[BroadcastGlobalVariablesCallback()], verbose=0)
 
 
-def case_a_rank_that_leaves_ends_fit_with_its_name() -> None:
+def case_a_rank_that_leaves_ends_fit_with_its_name():
     with connect(job="leaves") as given:
         model = line(5.0)
         model.compile(DistributedOptimizer(keras.optimizers.SGD(1.0), client=given), slope)

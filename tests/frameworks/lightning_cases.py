@@ -4,8 +4,6 @@ Started by test_lightning as ``python -m tests.frameworks.lightning_cases GROUP 
 the package is ``lightning.pytorch`` or ``pytorch_lightning``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -14,7 +12,6 @@ import time
 import warnings
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -38,45 +35,45 @@ for name in (PACKAGE, FABRIC):
 class Net(pl.LightningModule):
     """A small smooth network; `unused` has a layer that takes no part."""
 
-    def __init__(self, unused: bool = False, dies_at: int = -1) -> None:
+    def __init__(self, unused=False, dies_at=-1):
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
         )
         self.spare = torch.nn.Linear(8, 8) if unused else None
         self.dies_at = dies_at
-        self.seen: dict[str, Any] = {}
+        self.seen = {}
 
-    def on_train_start(self) -> None:
+    def on_train_start(self):
         wrapped = self.trainer.strategy.model
         self.seen["bucket_cap"] = wrapped.bucket_bytes_cap
         self.seen["find_unused"] = wrapped.find_unused_parameters
 
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def training_step(self, batch):
         if self.global_step == self.dies_at and self.global_rank == 1:
             raise ValueError("this rank gives up")
         return self.validation_step(batch)
 
-    def validation_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def validation_step(self, batch):
         x, y = batch
         return (self.layers(x).float() - y).square().mean()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
-def data() -> DataLoader:
+def data():
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(160, 8, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, shuffle=True)
 
 
-def digest(model: torch.nn.Module) -> str:
+def digest(model):
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     return hashlib.sha256(weights.numpy().tobytes()).hexdigest()
 
 
-def make_trainer(strategy: Any, epochs: int = 2, **options: Any) -> Any:
+def make_trainer(strategy, epochs=2, **options):
     return pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -91,7 +88,7 @@ def make_trainer(strategy: Any, epochs: int = 2, **options: Any) -> Any:
     )
 
 
-def fit(strategy: Any, *, resume: str | None = None, **options: Any) -> dict[str, Any]:
+def fit(strategy, *, resume=None, **options):
     torch.manual_seed(0)
     model = Net(unused=options.pop("unused", False))
     trainer = make_trainer(strategy, **options)
@@ -106,17 +103,17 @@ def fit(strategy: Any, *, resume: str | None = None, **options: Any) -> dict[str
     }
 
 
-def options() -> dict[str, Any]:
+def options():
     """Return each option's outcome through reducers and over Gloo."""
     wrapper = default_hooks.fp16_compress_wrapper
-    cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    cases = {
         "default": ("reduction", "ddp", {}),
         "unused": (ours.NAME_UNUSED, "ddp_find_unused_parameters_true", {"unused": True}),
         "accumulate": ("reduction", "ddp", {"accumulate_grad_batches": 2}),
         "bf16": ("reduction", "ddp", {"precision": "bf16-mixed"}),
         "small_buckets": (ours.ReductionStrategy(bucket_cap_mb=1), "ddp", {}),
     }
-    seen: dict[str, Any] = {
+    seen = {
         case: {"ours": fit(mine, **kwargs), "stock": fit(theirs, **kwargs)}
         for case, (mine, theirs, kwargs) in cases.items()
     }
@@ -124,7 +121,7 @@ def options() -> dict[str, Any]:
     return seen
 
 
-def twice(strategy: str) -> dict[str, Any]:
+def twice(strategy):
     """Return what two fits of one Trainer come to, with a validation between them."""
     torch.manual_seed(0)
     model = Net()
@@ -142,7 +139,7 @@ def twice(strategy: str) -> dict[str, Any]:
     }
 
 
-def again() -> dict[str, Any]:
+def again():
     """Return what comes of checkpoints, further fits, and a client of the user's."""
     straight = fit("reduction", epochs=4)
     half = fit("reduction", enable_checkpointing=True, default_root_dir=FOLDER)
@@ -171,20 +168,20 @@ def again() -> dict[str, Any]:
 class Late(Net):
     """Its rank 1 comes late to the end of a fit."""
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         if self.global_rank == 1:
             time.sleep(4.0)
         self.seen["woke"] = time.monotonic()
 
 
-def goodbye() -> dict[str, Any]:
+def goodbye():
     """Return when this rank's last hook ended, and when its fit did."""
     model = Late()
     make_trainer("reduction").fit(model, data())
     return {"woke": model.seen["woke"], "returned": time.monotonic()}
 
 
-def failure() -> dict[str, Any]:
+def failure():
     """Return how each rank's fit ends when rank 1 raises in its third step."""
     trainer = make_trainer("reduction")
     began = time.monotonic()
@@ -201,7 +198,7 @@ def failure() -> dict[str, Any]:
     return seen
 
 
-def refusals() -> dict[str, str]:
+def refusals():
     """Return what is said where something is refused."""
 
     hook = default_hooks.allreduce_hook
@@ -217,7 +214,7 @@ def refusals() -> dict[str, str]:
 TWO_BY_TWO = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
-def launched(**variables: str) -> Any:
+def launched(**variables):
     """Return the environment of a process that was started with these, or without empty ones."""
     with patch.dict(os.environ, {name: value for name, value in variables.items() if value}):
         for name in [name for name, value in variables.items() if not value]:
@@ -225,10 +222,10 @@ def launched(**variables: str) -> Any:
         return ours.ReductionEnvironment()
 
 
-def environments() -> dict[str, Any]:
+def environments():
     """Return what other launchers' processes are told about themselves."""
 
-    def told(environment: Any) -> list[Any]:
+    def told(environment):
         return [
             environment.global_rank(),
             environment.world_size(),
@@ -246,7 +243,7 @@ def environments() -> dict[str, Any]:
     return {"named": told(named), "counted": told(counted)}
 
 
-def fabric() -> dict[str, Any]:
+def fabric():
     """Return Fabric's outcome through reducers and over Gloo."""
     lightning_fabric = import_module(FABRIC)
     seen = {}

@@ -4,8 +4,6 @@ Started by test_local_sgd as ``python -m tests.frameworks.local_sgd_cases CASE``
 environment names no reducers, the same is done over Gloo.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -13,7 +11,6 @@ import sys
 import warnings
 from collections import OrderedDict
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.ranks import ROOT, refusal, write_result
 from worker_client import torch_backend
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 warnings.filterwarnings("ignore")
 RANK = int(os.environ["RANK"])
 OVER_GLOO = "REDUCTION_SERVERS" not in os.environ
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
 
 
-def snippet(title: str) -> str:
+def snippet(title):
     """Return the snippet that follows these words in bold, over Gloo if there are no reducers."""
     code = PAGE.partition(f"\n**{title}**")[2].partition("\n```python\n")[2].partition("\n```\n")[0]
     assert code, f"docs/frameworks.md has no snippet of {title}"
@@ -60,13 +54,13 @@ class Training:
         counted: what it returned after each step.
     """
 
-    def __init__(self, steps: int = 18) -> None:
+    def __init__(self, steps=18):
         torch.manual_seed(0)
         self.steps = steps
         self.network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.count: Callable[[], int] = self._count
-        self.counted: list[int] = []
-        self.names: dict[str, Any] = {
+        self.count = self._count
+        self.counted = []
+        self.names = {
             "torch": torch,
             "dist": dist,
             "network": self.network,
@@ -80,22 +74,22 @@ class Training:
             "PostLocalSGDOptimizer": PostLocalSGDOptimizer,
         }
 
-    def batches(self) -> Iterator[list[torch.Tensor]]:
+    def batches(self):
         generator = torch.Generator().manual_seed(RANK + 1)
         for _ in range(self.steps):
             inputs = torch.randn(8, 8, generator=generator)
             yield [inputs, inputs.sum(dim=1, keepdim=True)]
             self.counted.append(self.count())
 
-    def _count(self) -> int:
+    def _count(self):
         client = self.names.get("client")
         return torch_backend.bytes_reduced() if client is None else client.bytes_reduced
 
-    def run(self, code: str, **names: Any) -> None:
+    def run(self, code, **names):
         self.names.update(names)
         exec(compile(code, "docs/frameworks.md", "exec"), self.names)  # noqa: S102 (our own page)
 
-    def train(self) -> None:
+    def train(self):
         """Make the steps of a model and an optimizer that a snippet has made."""
         model, optimizer = self.names["model"], self.names["optimizer"]
         for inputs, labels in self.names["batches"]:
@@ -103,7 +97,7 @@ class Training:
             nn.functional.mse_loss(model(inputs), labels).backward()
             optimizer.step()
 
-    def end(self) -> dict[str, Any]:
+    def end(self):
         return {
             "weights": [w for p in self.network.parameters() for w in p.flatten().tolist()],
             "bytes": sum(p.nbytes for p in self.network.parameters()),
@@ -112,13 +106,13 @@ class Training:
         }
 
 
-def averager() -> dict[str, Any]:
+def averager():
     training = Training()
     training.run(snippet("PyTorch's averagers"))
     return training.end()
 
 
-def hierarchical() -> dict[str, Any]:
+def hierarchical():
     """Average in pairs every second step, and over all ranks every fourth."""
     training = Training()
     code = snippet("PyTorch's averagers")
@@ -130,7 +124,7 @@ def hierarchical() -> dict[str, Any]:
     return training.end()
 
 
-def beside_gloo() -> dict[str, Any]:
+def beside_gloo():
     """Average over a group of the backend in a job over Gloo."""
     training = Training()
     code = snippet("PyTorch's averagers").replace('"reduction"', '"gloo"')
@@ -143,14 +137,14 @@ def beside_gloo() -> dict[str, Any]:
     return training.end()
 
 
-def post_local() -> dict[str, Any]:
+def post_local():
     training = Training()
     training.run(snippet("Post-local SGD"))
     training.train()
     return training.end()
 
 
-def post_local_attached() -> dict[str, Any]:
+def post_local_attached():
     """Train with a client in a job whose process group is Gloo's."""
     training = Training()
     before = snippet("Post-local SGD").replace('"reduction"', '"gloo"')
@@ -166,7 +160,7 @@ def post_local_attached() -> dict[str, Any]:
     return training.end()
 
 
-def accelerated() -> dict[str, Any]:
+def accelerated():
     from accelerate import Accelerator  # noqa: PLC0415 (it takes seconds)
     from accelerate.local_sgd import LocalSGD  # noqa: PLC0415
 
@@ -175,7 +169,7 @@ def accelerated() -> dict[str, Any]:
     return training.end()
 
 
-def accelerated_backend() -> dict[str, Any]:
+def accelerated_backend():
     """Train with Accelerate over the backend, without a client."""
     from accelerate import Accelerator  # noqa: PLC0415
     from accelerate.local_sgd import LocalSGD  # noqa: PLC0415
@@ -190,7 +184,7 @@ def accelerated_backend() -> dict[str, Any]:
     return {**training.end(), "refusal": said}
 
 
-def lightning() -> dict[str, Any]:
+def lightning():
     import lightning.pytorch as pl  # noqa: PLC0415
 
     from worker_client.lightning import ReductionEnvironment  # noqa: PLC0415
@@ -201,24 +195,24 @@ def lightning() -> dict[str, Any]:
     class Registered(pl.strategies.DDPStrategy):
         """Lightning's own, which registers its hook without CUDA, too."""
 
-        def _register_ddp_hooks(self) -> None:
+        def _register_ddp_hooks(self):
             self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
 
     class Module(pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.network = training.network
 
-        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        def training_step(self, batch):
             return nn.functional.mse_loss(self.network(batch[0]), batch[1])
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return training.names["optimizer"]
 
-        def on_train_start(self) -> None:
+        def on_train_start(self):
             training.names["client"] = getattr(self.trainer.strategy, "client", None)
 
-        def on_train_batch_end(self, *_: Any) -> None:
+        def on_train_batch_end(self, *_):
             training.counted.append(training.count())
 
     code = snippet("Lightning's model averaging")
@@ -244,7 +238,7 @@ def lightning() -> dict[str, Any]:
     return training.end()
 
 
-def streaming() -> dict[str, Any]:
+def streaming():
     """Train fragments in turn with torchft's manager, of which this rank is a replica."""
     import torchft.local_sgd  # noqa: PLC0415
 
@@ -268,7 +262,7 @@ def streaming() -> dict[str, Any]:
         world_size=1,
     )
 
-    def count() -> int:
+    def count():
         client = getattr(group._pg, "client", None)  # none before the first quorum, nor over Gloo
         return 0 if client is None else client.bytes_reduced
 

@@ -6,17 +6,12 @@ the first half of the same through reducers, with a checkpoint at its end; and t
 new processes, from that checkpoint.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from tests.ranks import environments, ranks, write_result
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 STEPS, MIDDLE = 8, 4
 PARTS = {"stock": (0, STEPS), "begun": (0, MIDDLE), "resumed": (MIDDLE, STEPS)}
@@ -34,22 +29,22 @@ class Part(NamedTuple):
     folder: Path
 
     @property
-    def stock(self) -> bool:
+    def stock(self):
         """Whether to train without reducers."""
         return self.name == "stock"
 
     @property
-    def begins(self) -> bool:
+    def begins(self):
         """Whether to write a checkpoint at the end."""
         return self.name == "begun"
 
     @property
-    def resumes(self) -> bool:
+    def resumes(self):
         """Whether to read a checkpoint first."""
         return self.name == "resumed"
 
     @property
-    def steps(self) -> range:
+    def steps(self):
         """The numbers of the steps to make."""
         return range(*PARTS[self.name])
 
@@ -66,10 +61,10 @@ class Trained(NamedTuple):
     bytes_reduced: int
 
 
-def main(module: dict[str, Any]) -> None:
+def main(module):
     """Do a part of all trainings among a module's globals: its functions ``train_...``."""
     name, folder = sys.argv[1:]
-    seen: dict[str, Trained] = {}
+    seen = {}
     for training, train in module.items():
         if training.startswith("train_"):
             own = Path(folder, training)
@@ -78,9 +73,7 @@ def main(module: dict[str, Any]) -> None:
     write_result(seen)
 
 
-def run(
-    module: str, servers: Sequence[str], folder: Path, workers: int, *, fresh: bool
-) -> Mapping[str, Mapping[str, list[Trained]]]:
+def run(module, servers, folder, workers, *, fresh):
     """Return what all parts of a module's trainings have come to, by training and part.
 
     Args:
@@ -91,7 +84,7 @@ def run(
         fresh: whether the ranks must not be forks of a process that has imported torch.
     """
     command = ("-m", f"tests.frameworks.trainings.{module}")
-    seen: dict[str, dict[str, list[Trained]]] = {}
+    seen = {}
     for part in PARTS:
         # Where a framework's own runtime meets.
         hosts = ",".join(f"127.0.0.1:{free_port()}" for _ in range(workers))

@@ -1,9 +1,6 @@
 """What `worker_client.tensorflow` does, at every rank of a job; started by test_tensorflow."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,9 +12,6 @@ from tests.frameworks.cases import main
 from worker_client.client.bootstrap import connect
 from worker_client.tensorflow import DistributedGradientTape, all_reduce, broadcast_variables
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 # Two devices on the CPU, for a strategy with two replicas.
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
@@ -26,13 +20,13 @@ client = worker_client.init()
 mine = client.rank + 1.0  # 1 and 2: the mean is 1.5
 
 
-def everywhere(function: Callable[[], Any]) -> list[Any]:
+def everywhere(function):
     """What a function returns eagerly and in a graph."""
     return [function(), tf.function(function)()]
 
 
-def case_tensors_of_all_types_are_averaged() -> None:
-    def average() -> dict[str, Any]:
+def case_tensors_of_all_types_are_averaged():
+    def average():
         return all_reduce(
             {
                 "w": tf.fill((300, 200), mine),
@@ -48,11 +42,11 @@ def case_tensors_of_all_types_are_averaged() -> None:
         assert (float(got["b"][1]), float(got["n"])) == (1.5, 1.5)
 
 
-def case_shapes_are_known_in_graphs() -> None:
+def case_shapes_are_known_in_graphs():
     shapes = []
 
     @tf.function(input_signature=[tf.TensorSpec((None, 3))])
-    def average(x: tf.Tensor) -> tf.Tensor:
+    def average(x):
         shapes.append(all_reduce(x).shape.as_list())
         return x
 
@@ -60,16 +54,16 @@ def case_shapes_are_known_in_graphs() -> None:
     assert shapes == [[None, 3]]
 
 
-def case_gradients_are_averaged() -> None:
+def case_gradients_are_averaged():
     weight = tf.Variable(tf.ones(3))
     unused = tf.Variable(1.0)
 
-    def gradients() -> list[Any]:
+    def gradients():
         with DistributedGradientTape(tf.GradientTape()) as tape:
             loss = tf.reduce_sum(weight * mine)
         return tape.gradient(loss, [weight, unused])
 
-    def wrapped_later() -> list[Any]:
+    def wrapped_later():
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weight * mine)
         later = DistributedGradientTape(tape, op="sum")
@@ -83,10 +77,10 @@ def case_gradients_are_averaged() -> None:
         np.testing.assert_array_equal(got[0], [1.5] * 3)
 
 
-def case_sparse_gradients_become_dense() -> None:
+def case_sparse_gradients_become_dense():
     table = tf.Variable(tf.zeros((5, 2)))
 
-    def gradients() -> tf.Tensor:
+    def gradients():
         with DistributedGradientTape(tf.GradientTape()) as tape:
             rows = tf.gather(table, [3, client.rank, 3])
         return tape.gradient(rows, table)
@@ -95,9 +89,9 @@ def case_sparse_gradients_become_dense() -> None:
         np.testing.assert_array_equal(got[:, 0], [0.5, 0.5, 0, 2, 0])
 
 
-def case_a_graph_and_an_eager_rank_make_the_same_calls() -> None:
+def case_a_graph_and_an_eager_rank_make_the_same_calls():
     @tf.function
-    def both() -> tf.Tensor:
+    def both():
         slow = tf.ones(5000) * mine
         for _ in tf.range(200):
             slow = tf.sin(slow)
@@ -114,8 +108,8 @@ def case_a_graph_and_an_eager_rank_make_the_same_calls() -> None:
         tf.config.run_functions_eagerly(False)
 
 
-def case_variables_are_broadcast() -> None:
-    def variables() -> list[tf.Variable]:
+def case_variables_are_broadcast():
+    def variables():
         return [
             tf.Variable(tf.fill((30, 7), mine)),
             tf.Variable(client.rank == 1),
@@ -132,7 +126,7 @@ def case_variables_are_broadcast() -> None:
         broadcast_variables([tf.Variable("a")])
 
 
-def case_errors_are_typed_eagerly_and_named_in_graphs() -> None:
+def case_errors_are_typed_eagerly_and_named_in_graphs():
     odd = tf.zeros(3 + client.rank)
     with pytest.raises(MismatchError, match="rank"):
         all_reduce(odd)
@@ -141,7 +135,7 @@ def case_errors_are_typed_eagerly_and_named_in_graphs() -> None:
     assert float(all_reduce(mine)) == 1.5
 
 
-def case_a_lost_rank_is_named() -> None:
+def case_a_lost_rank_is_named():
     with connect(job="lost") as given:
         assert float(all_reduce(mine, client=given)) == 1.5
         if client.rank == 0:
@@ -149,19 +143,19 @@ def case_a_lost_rank_is_named() -> None:
                 all_reduce(mine, client=given)
 
 
-def case_xla_is_refused() -> None:
+def case_xla_is_refused():
     compiled = tf.function(lambda: all_reduce(mine), jit_compile=True, autograph=False)
     with pytest.raises(ConfigError, match="set jit_compile=False"):
         compiled()
 
 
-def case_several_replicas_are_refused() -> None:
+def case_several_replicas_are_refused():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope(), pytest.raises(ConfigError, match="leave the strategy out"):
         all_reduce(tf.constant(mine))
 
 
-def case_a_graph_outlasts_a_client() -> None:
+def case_a_graph_outlasts_a_client():
     average = tf.function(lambda: all_reduce(tf.constant(mine)))
     assert float(average()) == 1.5
     worker_client.init().shutdown()
@@ -169,7 +163,7 @@ def case_a_graph_outlasts_a_client() -> None:
     assert float(average()) == 1.5
 
 
-def case_torch_is_not_needed() -> None:
+def case_torch_is_not_needed():
     assert "torch" not in sys.modules
 
 

@@ -1,16 +1,9 @@
 """Real Accelerate and transformers, real processes: the line that attaches, against Gloo."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.frameworks.training import assert_alike, train
 from tests.ranks import environments, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("torch", reason="needs torch")
 for package in ("accelerate", "sklearn"):
@@ -20,57 +13,51 @@ pytestmark = pytest.mark.timeout(300)
 MIB = 1 << 20
 
 
-def cases(folder: Path, group: str, servers: list[str], **settings: str) -> list[dict[str, Any]]:
+def cases(folder, group, servers, **settings):
     given = environments(2, servers, TQDM_DISABLE="1", **settings)
     command = ("-m", "tests.frameworks.accelerate_cases", group, folder / "checkpoints")
     return run(given, *command)
 
 
 @pytest.fixture(scope="module")
-def accelerate(
-    tmp_path_factory: pytest.TempPathFactory, servers: list[str]
-) -> list[dict[str, Any]]:
+def accelerate(tmp_path_factory, servers):
     return cases(tmp_path_factory.mktemp("accelerate"), "accelerate", servers)
 
 
 @pytest.fixture(scope="module")
-def transformers(
-    tmp_path_factory: pytest.TempPathFactory, servers: list[str]
-) -> list[dict[str, Any]]:
+def transformers(tmp_path_factory, servers):
     pytest.importorskip("transformers", reason="needs transformers")
     return cases(tmp_path_factory.mktemp("transformers"), "transformers", servers)
 
 
 @pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory, servers: list[str]) -> list[dict[str, Any]]:
+def refusals(tmp_path_factory, servers):
     return cases(tmp_path_factory.mktemp("refusals"), "refusals", servers)
 
 
-def test_the_example_trains_as_it_does_over_gloo(servers: list[str]) -> None:
+def test_the_example_trains_as_it_does_over_gloo(servers):
     example = "accelerate_digits.py"
     assert_alike(train(example, servers=servers), train(example, "--stock"))
 
 
-def test_the_example_of_transformers_trains_as_it_does_over_gloo(servers: list[str]) -> None:
+def test_the_example_of_transformers_trains_as_it_does_over_gloo(servers):
     pytest.importorskip("transformers", reason="needs transformers")
     example = "transformers_digits.py"
     assert_alike(train(example, servers=servers), train(example, "--stock"))
 
 
-def assert_same(ranks: list[dict[str, Any]], case: str) -> None:
+def assert_same(ranks, case):
     for rank in ranks:  # a sum of two does not depend on their order
         assert rank["ours"][case]["digest"] == rank["stock"][case]["digest"]
         assert rank["ours"][case]["bytes"] > 0
 
 
 @pytest.mark.parametrize("case", ["default", "accumulate", "bf16", "unused", "no_sync"])
-def test_two_ranks_get_the_bits_that_they_get_over_gloo(
-    accelerate: list[dict[str, Any]], case: str
-) -> None:
+def test_two_ranks_get_the_bits_that_they_get_over_gloo(accelerate, case):
     assert_same(accelerate, case)
 
 
-def test_what_was_asked_for_reaches_ddp(accelerate: list[dict[str, Any]]) -> None:
+def test_what_was_asked_for_reaches_ddp(accelerate):
     for rank in accelerate:
         seen = rank["ours"]
         assert seen["default"]["bucket_cap"] == 64 * MIB
@@ -78,9 +65,7 @@ def test_what_was_asked_for_reaches_ddp(accelerate: list[dict[str, Any]]) -> Non
         assert [seen["default"]["find_unused"], seen["unused"]["find_unused"]] == [False, True]
 
 
-def test_fewer_bytes_without_synchronisation_or_with_compression(
-    accelerate: list[dict[str, Any]],
-) -> None:
+def test_fewer_bytes_without_synchronisation_or_with_compression(accelerate):
     for rank in accelerate:
         seen = {case: end["bytes"] for case, end in rank["ours"].items()}
         assert seen["accumulate"] == seen["default"] / 2
@@ -88,7 +73,7 @@ def test_fewer_bytes_without_synchronisation_or_with_compression(
         assert seen["fp16_wrapper"] == seen["bf16_wrapper"] == seen["default"] / 2
 
 
-def test_all_ranks_have_the_same_bits(accelerate: list[dict[str, Any]]) -> None:
+def test_all_ranks_have_the_same_bits(accelerate):
     first, second = (rank["ours"] for rank in accelerate)
     assert {case: end["digest"] for case, end in first.items()} == {
         case: end["digest"] for case, end in second.items()
@@ -96,15 +81,11 @@ def test_all_ranks_have_the_same_bits(accelerate: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("case", ["default", "resumed", "bf16", "chosen"])
-def test_the_trainer_of_transformers_gets_the_bits_that_it_gets_over_gloo(
-    transformers: list[dict[str, Any]], case: str
-) -> None:
+def test_the_trainer_of_transformers_gets_the_bits_that_it_gets_over_gloo(transformers, case):
     assert_same(transformers, case)
 
 
-def test_the_trainer_of_transformers_keeps_its_own_choices(
-    transformers: list[dict[str, Any]],
-) -> None:
+def test_the_trainer_of_transformers_keeps_its_own_choices(transformers):
     for rank in transformers:
         seen = rank["ours"]
         assert seen["default"]["find_unused"]  # its default
@@ -114,15 +95,15 @@ def test_the_trainer_of_transformers_keeps_its_own_choices(
 
 
 def test_the_trainer_takes_a_process_group_of_the_backend_that_it_would_not_make(
-    transformers: list[dict[str, Any]], tmp_path: Path, servers: list[str]
-) -> None:
+    transformers, tmp_path, servers
+):
     for rank, other in zip(cases(tmp_path, "backend", servers), transformers, strict=True):
         assert rank["said"].startswith("Your assigned backend reduction is not available")
         assert rank["default"]["digest"] == other["stock"]["default"]["digest"]
         assert rank["reduced"] > 0
 
 
-def test_an_embedded_job_needs_no_reducers(tmp_path: Path) -> None:
+def test_an_embedded_job_needs_no_reducers(tmp_path):
     for rank in cases(tmp_path, "transformers", []):
         assert rank["ours"]["default"]["digest"] == rank["stock"]["default"]["digest"]
 
@@ -136,14 +117,14 @@ def test_an_embedded_job_needs_no_reducers(tmp_path: Path) -> None:
         ("model", "trainer.accelerator"),
     ],
 )
-def test_refuses_and_names_the_fix(refusals: list[dict[str, Any]], case: str, fix: str) -> None:
+def test_refuses_and_names_the_fix(refusals, case, fix):
     assert all(fix in rank[case] for rank in refusals)
 
 
-def test_a_model_for_evaluation_may_be_prepared_before(refusals: list[dict[str, Any]]) -> None:
+def test_a_model_for_evaluation_may_be_prepared_before(refusals):
     assert [rank["after one for evaluation"] for rank in refusals] == ["None"] * len(refusals)
 
 
-def test_a_process_alone_is_told_how_to_start(tmp_path: Path, servers: list[str]) -> None:
+def test_a_process_alone_is_told_how_to_start(tmp_path, servers):
     ranks = cases(tmp_path, "alone", servers, WORLD_SIZE="1")
     assert all("accelerate launch" in rank["alone"] for rank in ranks)

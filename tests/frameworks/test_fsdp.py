@@ -1,7 +1,5 @@
 """FSDP with replicas: the example, other numbers of ranks, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.frameworks.training import assert_alike, train
@@ -12,12 +10,12 @@ pytest.importorskip("sklearn", reason="needs scikit-learn")
 
 
 @pytest.mark.timeout(300)
-def test_two_replicas_train_as_with_fsdps_own_all_reduce(servers: list[str]) -> None:
+def test_two_replicas_train_as_with_fsdps_own_all_reduce(servers):
     assert_alike(train("fsdp_digits.py", servers=servers), train("fsdp_digits.py", "--stock"))
 
 
 @pytest.mark.timeout(300)
-def test_two_shards_of_two_replicas(servers: list[str]) -> None:
+def test_two_shards_of_two_replicas(servers):
     ours = train("fsdp_digits.py", servers=servers, workers=4)
     assert_alike(ours, train("fsdp_digits.py", "--stock", workers=4))
     # Every rank sends its shard of the gradients, and no more but for what pads it.
@@ -28,27 +26,27 @@ def test_two_shards_of_two_replicas(servers: list[str]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_without_servers_the_replicas_host_reducers() -> None:
+def test_without_servers_the_replicas_host_reducers():
     assert len({end.weights for end in train("fsdp_digits.py", workers=4)}) == 1
 
 
 @pytest.fixture(scope="module")
-def cases(servers: list[str]) -> list[dict]:
+def cases(servers):
     return run(environments(2, servers), "-m", "tests.frameworks.fsdp_cases")
 
 
-def test_no_shard_trains_like_ddp(cases: list[dict]) -> None:
+def test_no_shard_trains_like_ddp(cases):
     assert cases[0]["no_shard"] == cases[1]["no_shard"]
     for case in cases:
         assert case["no_shard"]["ours"] == pytest.approx(case["no_shard"]["stock"], rel=1e-5)
         assert case["no_shard"]["bytes_reduced"] > 0
 
 
-def test_reduce_dtype_is_what_travels(cases: list[dict]) -> None:
+def test_reduce_dtype_is_what_travels(cases):
     assert [case["bfloat16"] for case in cases] == [[129.0, 2]] * 2
 
 
-def test_an_error_is_raised_by_backward(cases: list[dict]) -> None:
+def test_an_error_is_raised_by_backward(cases):
     assert cases[0]["late"] == "ReductionTimeout (1,)"
 
 
@@ -64,5 +62,5 @@ def test_an_error_is_raised_by_backward(cases: list[dict]) -> None:
         ("other_client", "rank 0 of 1"),
     ],
 )
-def test_attach_refuses_and_names_the_fix(cases: list[dict], case: str, fix: str) -> None:
+def test_attach_refuses_and_names_the_fix(cases, case, fix):
     assert all(fix in rank["refusals"][case] for rank in cases), cases[0]["refusals"][case]

@@ -1,7 +1,5 @@
 """The examples of a GPT: gradients in 8 bits, and sites that train by themselves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,7 +12,7 @@ SHORT = ("gpt_text.py", "--steps", "40")
 
 
 @pytest.mark.timeout(600)
-def test_a_gpt_trains_in_8_bits_as_in_32(servers: list[str]) -> None:
+def test_a_gpt_trains_in_8_bits_as_in_32(servers):
     stock = train(*SHORT, "--stock")
     assert_alike(train(*SHORT, servers=servers), stock)
     ends = [
@@ -28,7 +26,7 @@ def test_a_gpt_trains_in_8_bits_as_in_32(servers: list[str]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_sites_train_by_themselves_and_end_alike(servers: list[str]) -> None:
+def test_sites_train_by_themselves_and_end_alike(servers):
     arguments = ("diloco_gpt.py", "--steps", "60", "--every", "20", "--delay", "8", "--seed", "3")
     # Three outer steps of two fragments, one more at the end, and the weights to begin with.
     often = train(*arguments, servers=servers, REDUCTION_WIRE_DTYPE="int8")

@@ -1,7 +1,5 @@
 """Horovod's own tests pass, or it is said why not."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -26,7 +24,7 @@ LEAST = {
 
 
 @pytest.mark.parametrize("file", CLASSES)
-def test_the_page_says_which_fail(file: str) -> None:
+def test_the_page_says_which_fail(file):
     assert table(file) in PAGE.read_text()
 
 
@@ -34,7 +32,7 @@ def test_the_page_says_which_fail(file: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", CLASSES)
 @pytest.mark.parametrize("size", [2, 3])
-def test_horovods_tests_pass(file: str, size: int, tmp_path: Path) -> None:
+def test_horovods_tests_pass(file, size, tmp_path):
     for package in ("torch", "tensorflow") if "tensorflow" in file else ("torch",):
         if find_spec(package) is None:
             pytest.skip(f"needs {package}")

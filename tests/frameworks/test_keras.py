@@ -1,7 +1,5 @@
 """Keras: model.fit through real reducers, and a training beside one without."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec
@@ -21,16 +19,16 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("case", case_names(CASES))
-def test_case(results: dict[str, list[str | None]], case: str) -> None:
+def test_case(results, case):
     assert results[case] == [None, None], "\n".join(filter(None, results[case]))
 
 
-def test_ranks_train_alike_and_as_keras_does(servers: list[str]) -> None:
+def test_ranks_train_alike_and_as_keras_does(servers):
     ours = train("keras_digits.py", servers=servers)
     assert_alike(ours, train("keras_digits.py", "--stock"))
 
 
-def test_other_backends_are_refused() -> None:
+def test_other_backends_are_refused():
     code = "import keras, worker_client.keras as k; k.DistributedOptimizer(keras.optimizers.SGD())"
     environment = {**os.environ, "KERAS_BACKEND": "jax"}
     done = run_command(sys.executable, "-c", code, cwd=ROOT, env=environment)

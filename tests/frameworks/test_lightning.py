@@ -1,16 +1,9 @@
 """Real Lightning, real processes: the strategy against Lightning's own, and its whole life."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.frameworks.training import assert_alike, train
 from tests.ranks import environments, run
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("torch", reason="needs torch")
 for package in ("lightning", "sklearn"):
@@ -20,32 +13,28 @@ pytestmark = pytest.mark.timeout(300)
 MIB = 1 << 20
 
 
-def cases(
-    folder: Path, group: str, servers: list[str], package: str = "lightning.pytorch"
-) -> list[dict[str, Any]]:
+def cases(folder, group, servers, package="lightning.pytorch"):
     command = ("-m", "tests.frameworks.lightning_cases", group, package, folder / "checkpoints")
     return run(environments(2, servers, TQDM_DISABLE="1"), *command)
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory, servers: list[str]) -> list[dict[str, Any]]:
+def options(tmp_path_factory, servers):
     return cases(tmp_path_factory.mktemp("lightning"), "options", servers)
 
 
 @pytest.fixture(scope="module")
-def again(tmp_path_factory: pytest.TempPathFactory, servers: list[str]) -> list[dict[str, Any]]:
+def again(tmp_path_factory, servers):
     return cases(tmp_path_factory.mktemp("lightning"), "again", servers)
 
 
-def test_the_example_trains_as_it_does_over_gloo(servers: list[str]) -> None:
+def test_the_example_trains_as_it_does_over_gloo(servers):
     example = "lightning_digits.py"
     assert_alike(train(example, servers=servers), train(example, "--stock"))
 
 
 @pytest.mark.parametrize("case", ["default", "unused", "accumulate", "bf16", "small_buckets"])
-def test_two_ranks_get_the_bits_that_they_get_over_gloo(
-    options: list[dict[str, Any]], case: str
-) -> None:
+def test_two_ranks_get_the_bits_that_they_get_over_gloo(options, case):
     for rank in options:  # a sum of two does not depend on their order
         assert rank[case]["ours"]["digest"] == rank[case]["stock"]["digest"]
         assert rank[case]["ours"]["bytes"] > 0
@@ -53,7 +42,7 @@ def test_two_ranks_get_the_bits_that_they_get_over_gloo(
         assert rank[case]["stock"]["bytes"] == 0
 
 
-def test_what_was_asked_for_reaches_ddp(options: list[dict[str, Any]]) -> None:
+def test_what_was_asked_for_reaches_ddp(options):
     for rank in options:
         assert rank["default"]["ours"]["bucket_cap"] == 64 * MIB
         assert rank["small_buckets"]["ours"]["bucket_cap"] == MIB
@@ -61,7 +50,7 @@ def test_what_was_asked_for_reaches_ddp(options: list[dict[str, Any]]) -> None:
         assert not rank["default"]["ours"]["find_unused"]
 
 
-def test_fewer_bytes_with_accumulation_or_compression(options: list[dict[str, Any]]) -> None:
+def test_fewer_bytes_with_accumulation_or_compression(options):
     for rank in options:
         plain = rank["default"]["ours"]["bytes"]
         assert rank["accumulate"]["ours"]["bytes"] == plain / 2
@@ -69,11 +58,11 @@ def test_fewer_bytes_with_accumulation_or_compression(options: list[dict[str, An
     assert options[0]["wrapper"]["digest"] == options[1]["wrapper"]["digest"]
 
 
-def test_the_environment_is_the_launchers(options: list[dict[str, Any]]) -> None:
+def test_the_environment_is_the_launchers(options):
     assert [rank["environment"] for rank in options] == [[0, 2, 0, 0, True], [1, 2, 0, 1, True]]
 
 
-def test_processes_on_several_machines(options: list[dict[str, Any]]) -> None:
+def test_processes_on_several_machines(options):
     for rank in options:
         assert rank["environments"]["named"] == [3, 4, 1, 5, "first", 29500]
         assert rank["environments"]["counted"] == [3, 4, 1, 1, "first", 29500]
@@ -89,24 +78,24 @@ def test_processes_on_several_machines(options: list[dict[str, Any]]) -> None:
         ("launcher", "did not set RANK and MASTER_PORT: start the script with torchrun"),
     ],
 )
-def test_refuses_and_names_the_fix(options: list[dict[str, Any]], case: str, fix: str) -> None:
+def test_refuses_and_names_the_fix(options, case, fix):
     assert all(fix in rank["refusals"][case] for rank in options)
 
 
-def test_a_resumed_training_ends_with_the_same_bits(again: list[dict[str, Any]]) -> None:
+def test_a_resumed_training_ends_with_the_same_bits(again):
     for rank in again:
         assert rank["half"]["digest"] != rank["straight"]["digest"]
         assert rank["resumed"]["digest"] == rank["straight"]["digest"]
 
 
-def test_a_second_fit_joins_anew(again: list[dict[str, Any]]) -> None:
+def test_a_second_fit_joins_anew(again):
     for rank in again:
         assert rank["twice"]["ours"]["digest"] == rank["twice"]["stock"]["digest"]
         assert rank["twice"]["ours"]["two_clients"]
         assert rank["twice"]["ours"]["left"] == [True, True]
 
 
-def test_a_client_that_the_user_made_is_used_and_left_running(again: list[dict[str, Any]]) -> None:
+def test_a_client_that_the_user_made_is_used_and_left_running(again):
     for rank in again:
         assert rank["still_usable"]
         assert not rank["kept"]["left"]
@@ -115,22 +104,20 @@ def test_a_client_that_the_user_made_is_used_and_left_running(again: list[dict[s
         assert rank["bytes_of_mine"] == 2 * rank["half"]["bytes"]
 
 
-def test_an_embedded_job_fits_several_times(tmp_path: Path) -> None:
+def test_an_embedded_job_fits_several_times(tmp_path):
     for rank in cases(tmp_path, "again", []):
         assert rank["straight"]["hosts"]
         assert rank["resumed"]["digest"] == rank["straight"]["digest"]
         assert rank["still_usable"]
 
 
-def test_a_rank_that_hosts_a_reducer_waits_for_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_hosts_a_reducer_waits_for_the_others(tmp_path):
     first, second = cases(tmp_path, "goodbye", [])
     assert second["woke"] < first["returned"]
 
 
 @pytest.mark.parametrize("embedded", [False, True])
-def test_a_rank_that_raises_keeps_nobody_waiting(
-    tmp_path: Path, servers: list[str], embedded: bool
-) -> None:
+def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path, servers, embedded):
     first, second = cases(tmp_path, "failure", [] if embedded else servers)
     assert second["text"] == "this rank gives up"
     assert first["typed"], first
@@ -140,13 +127,13 @@ def test_a_rank_that_raises_keeps_nobody_waiting(
     assert max(first["took_s"], second["took_s"]) < 60
 
 
-def test_fabric_trains_as_it_does_over_gloo(tmp_path: Path, servers: list[str]) -> None:
+def test_fabric_trains_as_it_does_over_gloo(tmp_path, servers):
     for rank in cases(tmp_path, "fabric", servers):
         assert rank["ours"]["digest"] == rank["stock"]["digest"]
         assert rank["ours"]["bytes"] > 0
 
 
-def test_the_other_lightning_is_served_too(tmp_path: Path, servers: list[str]) -> None:
+def test_the_other_lightning_is_served_too(tmp_path, servers):
     pytest.importorskip("pytorch_lightning", reason="needs pytorch_lightning")
     ranks = cases(tmp_path, "default", servers, package="pytorch_lightning")
     assert len({rank["ours"]["digest"] for rank in ranks}) == 1

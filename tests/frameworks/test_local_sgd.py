@@ -1,15 +1,8 @@
 """Local SGD of several libraries, as docs/frameworks.md has it: through reducers and over Gloo."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 import pytest
 
 from tests.ranks import environments, run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -17,7 +10,7 @@ pytestmark = pytest.mark.timeout(300)
 STEPS = range(1, 19)
 
 
-def train(case: str, ranks: int, servers: Sequence[str] = (), **more: str) -> list[dict[str, Any]]:
+def train(case, ranks, servers=(), **more):
     settings = {"REDUCTION_JOB": case, "ACCELERATE_USE_CPU": "1", "TQDM_DISABLE": "1", **more}
     return run(
         environments(ranks, servers, **settings), "-m", "tests.frameworks.local_sgd_cases", case
@@ -27,19 +20,19 @@ def train(case: str, ranks: int, servers: Sequence[str] = (), **more: str) -> li
 # How many times the size of the model has gone through reducers after so many steps.
 
 
-def periods_from_the_first_step(steps: int) -> int:
+def periods_from_the_first_step(steps):
     return (steps + 3) // 4
 
 
-def pairs_and_periods(steps: int) -> int:
+def pairs_and_periods(steps):
     return (steps + 1) // 2
 
 
-def gradients_then_periods(steps: int) -> int:
+def gradients_then_periods(steps):
     return min(steps, 4) + max(0, steps - 1) // 4
 
 
-def whole_periods(steps: int) -> int:
+def whole_periods(steps):
     return steps // 4
 
 
@@ -54,8 +47,8 @@ def whole_periods(steps: int) -> int:
     ],
 )
 def test_two_ranks_get_the_bits_that_they_get_over_gloo_with_fewer_bytes(
-    case: str, package: str, sent: Callable[[int], int], after: int, servers: list[str]
-) -> None:
+    case, package, sent, after, servers
+):
     pytest.importorskip(package, reason=f"needs {package}")
     for ours, stock in zip(train(case, 2, servers), train(case, 2), strict=True):
         assert ours["weights"] == stock["weights"]  # a sum of two does not depend on their order
@@ -64,20 +57,20 @@ def test_two_ranks_get_the_bits_that_they_get_over_gloo_with_fewer_bytes(
         assert stock["total"] == 0
 
 
-def assert_close(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+def assert_close(ours, stock):
     for rank, other in zip(ours, stock, strict=True):
         assert rank["weights"] == pytest.approx(other["weights"], rel=1e-4, abs=1e-5)
         assert other["total"] == 0
 
 
-def test_groups_of_a_hierarchy_average_through_reducers(servers: list[str]) -> None:
+def test_groups_of_a_hierarchy_average_through_reducers(servers):
     ours = train("hierarchical", 4, servers)
     assert_close(ours, train("hierarchical", 4))
     for rank in ours:
         assert rank["counted"] == [pairs_and_periods(steps) * rank["bytes"] for steps in STEPS]
 
 
-def test_post_local_sgd_over_the_backend_and_with_a_client(servers: list[str]) -> None:
+def test_post_local_sgd_over_the_backend_and_with_a_client(servers):
     backend, attached = (train(c, 4, servers) for c in ("post_local", "post_local_attached"))
     assert_close(backend, train("post_local", 4))
     for rank, other in zip(backend, attached, strict=True):
@@ -86,13 +79,13 @@ def test_post_local_sgd_over_the_backend_and_with_a_client(servers: list[str]) -
         assert rank["counted"] == other["counted"] == expected
 
 
-def test_a_process_group_of_the_backend_needs_no_attach(servers: list[str]) -> None:
+def test_a_process_group_of_the_backend_needs_no_attach(servers):
     pytest.importorskip("accelerate", reason="needs accelerate")
     for rank in train("accelerated_backend", 2, servers):
         assert "leave out attach()" in rank["refusal"]
 
 
-def test_fragments_of_a_model_are_on_their_way_while_others_train(servers: list[str]) -> None:
+def test_fragments_of_a_model_are_on_their_way_while_others_train(servers):
     coordination = pytest.importorskip("torchft.coordination", reason="needs torchft")
     trained = []
     for there in (servers, []):

@@ -1,7 +1,5 @@
 """A training loop in NumPy alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.frameworks.training import assert_alike, train
@@ -10,5 +8,5 @@ pytest.importorskip("sklearn", reason="needs scikit-learn's digits")
 
 
 @pytest.mark.timeout(300)
-def test_ranks_train_alike_and_as_one_does(servers: list[str]) -> None:
+def test_ranks_train_alike_and_as_one_does(servers):
     assert_alike(train("numpy_digits.py", servers=servers), train("numpy_digits.py", "--stock"))

@@ -1,16 +1,10 @@
 """Each framework: its default's losses, through reducers and from a checkpoint in the middle."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.frameworks import resumption
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.timeout(300)
@@ -29,8 +23,8 @@ if TYPE_CHECKING:
     ],
 )
 def test_resumed_losses_are_those_of_the_frameworks_default(
-    servers: list[str], tmp_path: Path, module: str, needs: str, workers: int
-) -> None:
+    servers, tmp_path, module, needs, workers
+):
     if find_spec(needs) is None:
         pytest.skip(f"needs {needs}")
     fresh = module in {"tensorflow", "keras", "jax"}

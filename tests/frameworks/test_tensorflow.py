@@ -1,7 +1,5 @@
 """TensorFlow: gradients through real reducers, and a training beside TensorFlow's own strategy."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest
@@ -19,11 +17,11 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("case", case_names(CASES))
-def test_case(results: dict[str, list[str | None]], case: str) -> None:
+def test_case(results, case):
     assert results[case] == [None, None], "\n".join(filter(None, results[case]))
 
 
-def test_ranks_train_alike_and_as_tensorflow_does(servers: list[str]) -> None:
+def test_ranks_train_alike_and_as_tensorflow_does(servers):
     ours = train("tensorflow_digits.py", servers=servers)
     hosts = f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
     assert_alike(ours, train("tensorflow_digits.py", "--stock", hosts))

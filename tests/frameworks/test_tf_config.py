@@ -1,7 +1,5 @@
 """TensorFlow's own reading of TF_CONFIG is the judge of ours."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.launch.environments import AZURE_CLUSTER, TUNING_CLUSTER, spec
@@ -25,9 +23,7 @@ ROLES["evaluator"] = Role.EVALUATOR
         (AZURE_CLUSTER, "worker", 1),
     ],
 )
-def test_both_see_the_same_job(
-    cluster: dict[str, list[str]], kind: str, index: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_see_the_same_job(cluster, kind, index, monkeypatch):
     text = spec(cluster, kind, index, trial="1")
     monkeypatch.setenv("TF_CONFIG", text)
     theirs = tensorflow.distribute.cluster_resolver.TFConfigClusterResolver()

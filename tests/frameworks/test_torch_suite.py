@@ -1,7 +1,5 @@
 """What of PyTorch's own distributed tests passes over Gloo passes over the backend, too."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -19,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("size", [2, 4])
-def test_all_that_passes_over_gloo_passes(size: int, tmp_path: Path) -> None:
+def test_all_that_passes_over_gloo_passes(size, tmp_path):
     out = tmp_path / "ends.json"
     done = run_command(sys.executable, SUITE, "--world-size", size, "--json", out, cwd=ROOT)
     assert out.exists(), done.stderr

@@ -1,7 +1,5 @@
 """Real torchft: its lighthouse, manager and own tests over reducers; replicas that are killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -9,12 +7,8 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 for package in ("torch", "torchft", "sklearn", "parameterized"):
     pytest.importorskip(package, reason=f"needs {package}")
@@ -66,14 +60,14 @@ unittest.main(module=None, argv=["tests", *sys.argv[1:]], verbosity=2)
 """
 
 
-def reductions(said: str) -> int:
+def reductions(said):
     return int(re.findall(r"reduced (\d+) times", said)[0])
 
 
 class Replica:
     """A process that trains, and what it has said so far."""
 
-    def __init__(self, number: int, environment: dict[str, str], stack: ExitStack) -> None:
+    def __init__(self, number, environment, stack):
         command = [sys.executable, "-c", TRAIN, f"--replica={number}", f"--steps={STEPS}"]
         self._path = Path(environment["SAID"]) / f"{number}-{time.monotonic_ns()}"
         self._gate = self._path.with_suffix(".gate")
@@ -86,13 +80,13 @@ class Replica:
         stack.callback(self.process.kill)
 
     @property
-    def said(self) -> str:
+    def said(self):
         return self._path.read_text()
 
-    def let_in(self) -> None:
+    def let_in(self):
         self._gate.touch()
 
-    def reaches(self, step: int, replicas: int) -> None:
+    def reaches(self, step, replicas):
         """Wait until it has said that it was in a step this late, with so many replicas."""
         deadline = time.monotonic() + 120
         while not any(
@@ -103,16 +97,14 @@ class Replica:
             assert self.process.poll() is None, self.said[-5000:]
             time.sleep(0.1)
 
-    def weights(self) -> str:
+    def weights(self):
         assert self.process.wait(120) == 0, self.said[-5000:]
         assert reductions(self.said) >= 10
         return re.findall(r"weights (\w+)", self.said)[0]
 
 
 @pytest.fixture(params=["pool", "embedded"])
-def environment(
-    request: pytest.FixtureRequest, servers: list[str], tmp_path: Path
-) -> Iterator[dict[str, str]]:
+def environment(request, servers, tmp_path):
     lighthouse = coordination.LighthouseServer(
         bind="[::]:0", min_replicas=2, join_timeout_ms=1000, heartbeat_timeout_ms=2000
     )
@@ -127,7 +119,7 @@ def environment(
     lighthouse.shutdown()
 
 
-def test_a_replica_is_killed_and_comes_back(environment: dict[str, str]) -> None:
+def test_a_replica_is_killed_and_comes_back(environment):
     with ExitStack() as stack:
         first, second, third = (Replica(number, environment, stack) for number in range(3))
         again = Replica(2, environment, stack)
@@ -145,7 +137,7 @@ def test_a_replica_is_killed_and_comes_back(environment: dict[str, str]) -> None
         assert losses[-1] < losses[0] / 2
 
 
-def run_theirs(servers: list[str], *names: str) -> subprocess.CompletedProcess[str]:
+def run_theirs(servers, *names):
     environment = {**os.environ, "REDUCTION_SERVERS": ",".join(servers), "REDUCTION_JOB": "theirs"}
     command = [sys.executable, "-c", INSTEAD, *names]
     return subprocess.run(
@@ -154,7 +146,7 @@ def run_theirs(servers: list[str], *names: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("theirs", THEIRS)
-def test_its_own_tests_pass_over_reducers(theirs: str, servers: list[str]) -> None:
+def test_its_own_tests_pass_over_reducers(theirs, servers):
     done = run_theirs(servers, theirs)
     skipped = re.findall(r"skipped=(\d+)", done.stderr)
     failed = re.findall(r"^(?:FAIL|ERROR): (\w+)", done.stderr, re.MULTILINE)

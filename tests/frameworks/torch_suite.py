@@ -8,8 +8,6 @@ the next gets new processes.
 """
 # ruff: noqa: PLC0415, T201 (torch's tests read the environment when imported; this is a command)
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -23,13 +21,9 @@ import unittest
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from reducer import local_pool
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from multiprocessing.connection import Connection
 
 START_S, TEST_S = 300.0, 60.0  # for all ranks to start, and to make one test
 GLOO, OURS = "gloo", "reduction"
@@ -49,28 +43,28 @@ class Name(str):
     __slots__ = ()
     __hash__ = str.__hash__
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return other == GLOO or str.__eq__(self, other)
 
-    def __ne__(self, other: object) -> bool:
+    def __ne__(self, other):
         return not self == other
 
 
-def suite(backend: str) -> Any:
+def suite(backend):
     """Import the tests that torch has for Gloo, to be run by a backend's name."""
     os.environ["BACKEND"] = GLOO  # what is skipped is decided while they are imported
     try:
         import expecttest  # noqa: F401
     except ModuleNotFoundError:  # torch's tests inherit from a class of it, these need no more
         stand_in = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        stand_in.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stand_in
     tests = __import__(MODULE, fromlist=["DistributedTest"])
     tests.BACKEND = os.environ["BACKEND"] = Name(backend)
     return tests
 
 
-def serve(rank: int, backend: str, pipe: Connection) -> None:
+def serve(rank, backend, pipe):
     """Run the tests that the pipe names, until it says None."""
     tests = suite(backend)
     import torch.distributed as dist
@@ -83,7 +77,7 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
     skip_codes = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
     world_size = int(os.environ["WORLD_SIZE"])
 
-    def run(name: str, file: str) -> Verdict:
+    def run(name, file):
         case = case_class(name)
         case.rank, case.file_name = rank, file
         tests.Barrier.barrier_id = 0
@@ -124,7 +118,7 @@ def serve(rank: int, backend: str, pipe: Connection) -> None:
 class Ranks:
     """The processes that run tests."""
 
-    def __init__(self, backend: str, world_size: int) -> None:
+    def __init__(self, backend, world_size):
         spawn = multiprocessing.get_context("spawn")
         pairs = [spawn.Pipe() for _ in range(world_size)]
         self._pipes = [ours for ours, _ in pairs]
@@ -138,7 +132,7 @@ class Ranks:
             assert pipe.poll(START_S)
             assert pipe.recv() == "ready"
 
-    def run(self, name: str, file: str) -> tuple[list[Verdict], int]:
+    def run(self, name, file):
         """Return each rank's verdict on a test, and the bytes that rank 0 reduced."""
         for pipe in self._pipes:
             pipe.send((name, file))
@@ -156,14 +150,14 @@ class Ranks:
                 said.append((Verdict("failed", f"the process of rank {rank} ended"), 0))
         return [verdict for verdict, _ in said], said[0][1]
 
-    def stop(self) -> None:
+    def stop(self):
         """End the processes."""
         for process in self._processes:
             process.kill()
             process.join()
 
 
-def run_all(backend: str, world_size: int, names: list[str]) -> Iterator[tuple[str, Verdict, int]]:
+def run_all(backend, world_size, names):
     """Run tests one after the other; yield each with what became of it and the bytes reduced."""
     ranks = None
     with tempfile.TemporaryDirectory() as root:
@@ -186,14 +180,14 @@ def run_all(backend: str, world_size: int, names: list[str]) -> Iterator[tuple[s
             ranks.stop()
 
 
-def all_names() -> list[str]:
+def all_names():
     """Return the names of all tests that torch does not skip whatever the backend."""
     base = suite(GLOO).DistributedTest._DistTestBase
     tests = {name: getattr(base, name) for name in dir(base) if name.startswith("test_")}
     return [name for name in tests if not getattr(tests[name], "__unittest_skip__", False)]
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world-size", type=int, default=2)
     parser.add_argument("--only", default="", help="names of tests, with commas")
@@ -201,7 +195,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["WORLD_SIZE"] = str(options.world_size)  # tests read it when they are imported
     names = options.only.split(",") if options.only else all_names()
-    ends: dict[str, dict[str, tuple[str, str, int]]] = {}
+    ends = {}
     with local_pool(2) as servers:
         os.environ["REDUCTION_SERVERS"] = ",".join(servers)
         for backend in (GLOO, OURS):

@@ -5,18 +5,13 @@ bytes reduced``, with the loss over all data and a fingerprint of the weights. W
 trains over what its framework uses otherwise, and reduces nothing through reducers.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from tests.ranks import ROOT, environments, ranks
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # What a rank says whose interpreter ends while a thread of Gloo lets go of the last work (PyTorch's
 # pull request 179291): every tenth run of a busy machine, with nothing of ours imported.
@@ -36,14 +31,7 @@ class End(NamedTuple):
     bytes_reduced: int
 
 
-def train(
-    example: str,
-    *arguments: str,
-    servers: Sequence[str] = (),
-    workers: int = 2,
-    timeout_s: float = 280.0,
-    **environment: str,
-) -> list[End]:
+def train(example, *arguments, servers=(), workers=2, timeout_s=280.0, **environment):
     """Run ``examples/EXAMPLE ARGUMENTS`` under torchrun, and return the ranks' ends in order.
 
     Args:
@@ -77,7 +65,7 @@ def train(
     return ends
 
 
-def assert_alike(ours: list[End], stock: list[End]) -> None:
+def assert_alike(ours, stock):
     """Check that reducers trained all ranks to the bit alike, and to what the stock backend does.
 
     Args:

@@ -1,7 +1,5 @@
 """The fuzz targets: on the inputs in the tree, and on what Hypothesis makes up."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 from pathlib import Path
@@ -20,7 +18,7 @@ EXAMPLES = {"header": 300, "body": 200, "handshake": 60, "engine": 60, "session"
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_of_the_corpus_breaks_a_promise(name: str) -> None:
+def test_no_input_of_the_corpus_breaks_a_promise(name):
     run = TARGETS[name].load()
     paths = corpus(name)
     assert paths
@@ -29,7 +27,7 @@ def test_no_input_of_the_corpus_breaks_a_promise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_breaks_a_promise(name: str) -> None:
+def test_no_input_breaks_a_promise(name):
     target = TARGETS[name]
     run = target.load()
 
@@ -40,28 +38,24 @@ def test_no_input_breaks_a_promise(name: str) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(st.binary(min_size=target.longest // 4, max_size=target.longest))
-    def all_inputs(data: bytes) -> None:
+    def all_inputs(data):
         run(data)
 
     all_inputs()
 
 
-def test_the_blind_driver_counts_its_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_blind_driver_counts_its_inputs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(drivers, "FINDINGS", tmp_path)
     assert drivers.blind("header", runs=120, seconds=0, seed=3) == 120
     assert capsys.readouterr().out.startswith("header: 120 inputs")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_blind_driver_keeps_what_breaks_a_promise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(data: bytes) -> None:
+def test_the_blind_driver_keeps_what_breaks_a_promise(tmp_path, monkeypatch):
+    def run(data):
         check(len(data) < 100, "inputs are short")
 
-    timer: list[str] = []
+    timer = []
     monkeypatch.setattr(drivers, "FINDINGS", tmp_path)
     monkeypatch.setattr(type(TARGETS["header"]), "load", lambda _: run)
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timer.append("set"))
@@ -77,7 +71,7 @@ def test_the_blind_driver_keeps_what_breaks_a_promise(
     assert logging.root.manager.disable == logging.NOTSET
 
 
-def test_after_its_end_a_source_gives_zeros() -> None:
+def test_after_its_end_a_source_gives_zeros():
     source = Source(b"\5")
     assert (source.byte(), source.left) == (5, 0)
     assert (source.byte(), source.number(64), source.take(3)) == (0, 0, b"")
@@ -85,7 +79,7 @@ def test_after_its_end_a_source_gives_zeros() -> None:
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_bugs_can_be_planted(name: str) -> None:
+def test_bugs_can_be_planted(name):
     for file, text, planted in MUTATIONS[name].edits:
         assert (TREE / file).read_text().count(text) == 1
         assert planted != text

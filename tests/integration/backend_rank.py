@@ -6,8 +6,6 @@ case then.
 Contributions are small whole numbers, so that results are the same in any order.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -15,7 +13,6 @@ import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -32,14 +29,10 @@ from reducer.errors import (
     ConfigError,
     LocalProtocolError,
     MismatchError,
-    ReductionError,
     ReductionTimeout,
 )
 from tests.ranks import case_names, write_result
 from tests.waits import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 WORLD_SIZE = 3
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -47,23 +40,23 @@ INTEGERS = [torch.int8, torch.int32, torch.int64, torch.uint8]
 OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT]
 
 
-def contribution(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def contribution(rank, *shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(1, 4, shape, generator=generator).to(dtype)
 
 
-def reduced() -> int:
+def reduced():
     return dist.group.WORLD.client.bytes_reduced
 
 
-def network() -> torch.nn.Module:
+def network():
     torch.manual_seed(7)
     return torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 3)
     ).double()
 
 
-def case_all_reduce(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_all_reduce(rank, gloo):
     for dtype in TYPES + INTEGERS:
         for op in OPS:
             ours, theirs = (contribution(rank, 5, 7, dtype=dtype) for _ in range(2))
@@ -79,7 +72,7 @@ def case_all_reduce(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(ours, (total / WORLD_SIZE).to(dtype))
 
 
-def case_shapes(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_shapes(rank, gloo):
     for make in (
         lambda: contribution(rank, 4, 6).t(),
         lambda: contribution(rank, 4, 6)[:, ::2],
@@ -94,7 +87,7 @@ def case_shapes(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(ours, theirs)
 
 
-def case_what_reducers_do_not_do(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_what_reducers_do_not_do(rank, gloo):
     for make, op in (
         (lambda: contribution(rank, 5, dtype=torch.int32), dist.ReduceOp.BAND),
         (lambda: contribution(rank, 5, dtype=torch.int64), dist.ReduceOp.BXOR),
@@ -109,8 +102,8 @@ def case_what_reducers_do_not_do(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
-def case_coalesced(rank: int, gloo: dist.ProcessGroup) -> None:
-    def make() -> list[torch.Tensor]:
+def case_coalesced(rank, gloo):
+    def make():
         kinds = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
         return [contribution(rank, 2, n + 1, dtype=kind).t() for n, kind in enumerate(kinds)]
 
@@ -130,7 +123,7 @@ def case_coalesced(rank: int, gloo: dist.ProcessGroup) -> None:
         assert torch.equal(one, other)
 
 
-def case_reduce_scatter(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_reduce_scatter(rank, gloo):
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         whole = contribution(rank, 2 * WORLD_SIZE, 5, dtype=dtype)
         total = whole.clone()
@@ -150,7 +143,7 @@ def case_reduce_scatter(rank: int, gloo: dist.ProcessGroup) -> None:
             dist.reduce_scatter(outputs[0], list(whole.chunk(WORLD_SIZE))[1:])
 
 
-def case_others(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_others(rank, gloo):
     n = WORLD_SIZE
     before = reduced()
     tensor = torch.full((2,), float(rank))
@@ -182,7 +175,7 @@ def case_others(rank: int, gloo: dist.ProcessGroup) -> None:
     assert reduced() == before
 
 
-def case_all_to_all(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_all_to_all(rank, gloo):
     """Of lists of tensors, which an older torch's Gloo does not have: then the backend says so."""
     n = WORLD_SIZE
     ends = []
@@ -197,7 +190,7 @@ def case_all_to_all(rank: int, gloo: dist.ProcessGroup) -> None:
     assert ends in ([[10.0 * of + rank for of in range(n)]] * 2, [refusal] * 2), ends
 
 
-def case_tensors_that_gloo_frees(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_tensors_that_gloo_frees(rank, gloo):
     """Leave the last reference to a tensor to a thread of Gloo's, which then needs the GIL."""
     del rank, gloo
     for _ in range(300):
@@ -207,7 +200,7 @@ def case_tensors_that_gloo_frees(rank: int, gloo: dist.ProcessGroup) -> None:
         dist.barrier()
 
 
-def case_work_object(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_work_object(rank, gloo):
     tensor = torch.ones(3)
     work = dist.all_reduce(tensor, async_op=True)
     assert work.get_future().wait()[0] is tensor
@@ -225,7 +218,7 @@ def case_work_object(rank: int, gloo: dist.ProcessGroup) -> None:
     assert tensor.tolist() == [WORLD_SIZE**2] * 3
 
 
-def case_alone(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_alone(rank, gloo):
     """Every collective of a group of one has a handle with a future."""
     alone = dist.new_group([rank], use_local_synchronization=True)
     sent = torch.arange(2.0)
@@ -253,7 +246,7 @@ def case_alone(rank: int, gloo: dist.ProcessGroup) -> None:
     assert all(torch.equal(output, sent) for output in outputs)
 
 
-def case_a_tensor_of_shards(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_a_tensor_of_shards(rank, gloo):
     """Torch asks for a device that the group serves, and there may be no other than the CPU."""
     spec = ChunkShardingSpec(0, [f"rank:{at}/cpu" for at in range(WORLD_SIZE)])
     whole = torch.empty(2 * WORLD_SIZE, 2) if rank == 0 else None
@@ -261,7 +254,7 @@ def case_a_tensor_of_shards(rank: int, gloo: dist.ProcessGroup) -> None:
     assert rank > 0 or torch.equal(whole, torch.ones(2 * WORLD_SIZE, 2))
 
 
-def case_received_from_any_rank(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_received_from_any_rank(rank, gloo):
     tensor = torch.full((3,), float(rank))
     if rank == 1:
         dist.send(tensor, 0)
@@ -270,9 +263,9 @@ def case_received_from_any_rank(rank: int, gloo: dist.ProcessGroup) -> None:
         assert tensor.tolist() == [1.0] * 3
 
 
-def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_callbacks_come_before_the_end(rank, gloo):
     """As with Gloo, `wait()` returns after the callbacks of the collective's future."""
-    done: list[int] = []
+    done = []
     for at in range(20):
         work = dist.all_reduce(torch.ones(3), async_op=True)
         then = work.get_future().then(lambda _, at=at: (time.sleep(0.01), done.append(at)))
@@ -282,7 +275,7 @@ def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> No
         assert done == list(range(at + 1))
         then.wait()
 
-    def ask(_: object) -> bool:
+    def ask(_):
         work.wait()  # it has ended, but for this callback
         return work.is_completed()
 
@@ -303,7 +296,7 @@ def case_callbacks_come_before_the_end(rank: int, gloo: dist.ProcessGroup) -> No
         dist.all_reduce(torch.ones(3))
 
 
-def case_reductions_in_callbacks(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_reductions_in_callbacks(rank, gloo):
     """Rank 0's callback is in time, and that of rank 1 is not; then calls match again."""
     if rank == 1:
         first = dist.all_reduce(torch.ones(3), async_op=True)
@@ -336,7 +329,7 @@ def case_reductions_in_callbacks(rank: int, gloo: dist.ProcessGroup) -> None:
     assert tensor.tolist() == [WORLD_SIZE] * 3
 
 
-def case_groups(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_groups(rank, gloo):
     job = dist.group.WORLD.client.spec.job
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
     mine = [
@@ -365,7 +358,7 @@ def case_groups(rank: int, gloo: dist.ProcessGroup) -> None:
         mine[0][1].allreduce([whole])
 
 
-def case_the_same_ranks_split_twice(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_the_same_ranks_split_twice(rank, gloo):
     world = dist.group.WORLD
     for ranks in ([], [0, 0], [0, WORLD_SIZE]):
         with pytest.raises(ConfigError, match="split_group takes different ranks"):
@@ -383,7 +376,7 @@ def case_the_same_ranks_split_twice(rank: int, gloo: dist.ProcessGroup) -> None:
     assert len(jobs) == 2
 
 
-def case_ddp(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_ddp(rank, gloo):
     weights = []
     for group in (None, gloo):
         model = DistributedDataParallel(network(), process_group=group)
@@ -410,7 +403,7 @@ def case_ddp(rank: int, gloo: dist.ProcessGroup) -> None:
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
 
 
-def losses(model: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+def losses(model, forward):
     """Train for some steps; return the mean of the losses over all ranks."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.manual_seed(100 + dist.get_rank())
@@ -425,7 +418,7 @@ def losses(model: torch.nn.Module, forward: Callable[[torch.Tensor], torch.Tenso
     return found
 
 
-def case_compiled(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_compiled(rank, gloo):
     """The forward pass broadcasts the batch norm's buffers, which dynamo must not trace."""
     del rank
     found = []
@@ -437,7 +430,7 @@ def case_compiled(rank: int, gloo: dist.ProcessGroup) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
-def case_fp16_compress(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_fp16_compress(rank, gloo):
     del rank
     found = []
     for group in (None, gloo):
@@ -450,7 +443,7 @@ def case_fp16_compress(rank: int, gloo: dist.ProcessGroup) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-2)  # Gloo adds up in 16 bits
 
 
-def case_dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_dtensor(rank, gloo):
     whole = contribution(0, 2 * WORLD_SIZE, 5)
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     sharded = distribute_tensor(whole if rank == 0 else torch.zeros_like(whole), mesh, [Shard(0)])
@@ -466,7 +459,7 @@ def case_dtensor(rank: int, gloo: dist.ProcessGroup) -> None:
     )
 
 
-def case_fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_fsdp(rank, gloo):
     whole, sharded = network(), network()
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
     fully_shard(sharded, mesh=mesh)
@@ -486,7 +479,7 @@ def case_fsdp(rank: int, gloo: dist.ProcessGroup) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
-def case_failures(rank: int, gloo: dist.ProcessGroup) -> None:
+def case_failures(rank, gloo):
     hasty = dist.new_group(timeout=timedelta(seconds=1))
     dist.all_reduce(torch.ones(1), group=hasty)
     assert hasty.client.timeout_s == 1
@@ -503,7 +496,7 @@ def case_failures(rank: int, gloo: dist.ProcessGroup) -> None:
         assert tensor.tolist() == [3.0] * size
 
 
-def expect(kind: type[ReductionError], work: dist.Work) -> ReductionError:
+def expect(kind, work):
     with pytest.raises(kind) as found:
         work.wait()
     assert work.is_completed()
@@ -514,11 +507,11 @@ def expect(kind: type[ReductionError], work: dist.Work) -> ReductionError:
     return found.value
 
 
-def without_reducers(ended: Path) -> None:
+def without_reducers(ended):
     pair = dist.new_group([0, 1])
     groups = [dist.group.WORLD] if dist.get_rank() == 2 else [dist.group.WORLD, pair]
 
-    def reduce_in_all() -> list[float]:
+    def reduce_in_all():
         totals = []
         for group in groups:
             tensor = torch.full((3,), dist.get_rank() + 1.0)
@@ -534,7 +527,7 @@ def without_reducers(ended: Path) -> None:
     write_result({"totals": ends, "used": used})
 
 
-def main() -> None:
+def main():
     dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=40))
     assert isinstance(dist.group.WORLD, worker_client.torch_backend.ReductionGroup)
     if len(sys.argv) > 2:
@@ -545,7 +538,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def all_cases() -> None:
+def all_cases():
     warnings.simplefilter("ignore")  # torch's, of what it will call otherwise one day
     gloo = dist.new_group(backend="gloo")
     rank = dist.get_rank()

@@ -1,9 +1,6 @@
 """All-reduces that the tests of failures make, and the reducers that they end."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -12,17 +9,12 @@ import pytest
 from reducer.errors import ReductionError
 from tests.waits import eventually
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from worker_client.client.client import Client
-
-
-def ones(count: int = 1000, dtype: type = np.float32) -> np.ndarray:
+def ones(count=1000, dtype=np.float32):
     return np.ones(count, dtype)
 
 
-def reduced(clients: Sequence[Client], given: list[Any], op: Any = "mean", **how: Any) -> list[Any]:
+def reduced(clients, given, op="mean", **how):
     """All ranks' results; a list among the arguments has one for each rank."""
     works = [
         client.all_reduce(
@@ -33,7 +25,7 @@ def reduced(clients: Sequence[Client], given: list[Any], op: Any = "mean", **how
     return [work.wait(30) for work in works]
 
 
-def errors_of(works: list, within_s: float = 4.0) -> list[ReductionError]:
+def errors_of(works, within_s=4.0):
     """The error of every rank's all-reduce; none may come later than that."""
     deadline = time.monotonic() + within_s
     found = []
@@ -45,7 +37,7 @@ def errors_of(works: list, within_s: float = 4.0) -> list[ReductionError]:
     return found
 
 
-def process_of(server: str) -> psutil.Process:
+def process_of(server):
     """The reducer of a local pool that listens there. Other pools may be this process's, too."""
     port = int(server.rpartition(":")[2])
     (found,) = (
@@ -56,12 +48,12 @@ def process_of(server: str) -> psutil.Process:
     return found
 
 
-def until_stopped(pid: int) -> None:
+def until_stopped(pid):
     """Wait until a process has taken SIGSTOP."""
     eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
-def all_reduce(clients: list[Client]) -> None:
+def all_reduce(clients):
     """A plain all-reduce, to show that the job works."""
     for result in reduced(clients, [ones(70_000) for _ in clients], "sum"):
         assert (result == len(clients)).all()

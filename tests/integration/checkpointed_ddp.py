@@ -6,8 +6,6 @@ was written at FIRST; then it writes one. The step FAILING fails, after buckets 
 is made again.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -27,23 +25,23 @@ WIDTH = 150
 class Net(torch.nn.Module):
     """Layers that are used in another order than they are made in, so DDP rearranges buckets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.last = torch.nn.Linear(WIDTH, 8)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
         self.norm = torch.nn.LayerNorm(WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for at in (3, 0, 5, 1, 4, 2):
             x = torch.tanh(self.layers[at](x))
         return self.last(self.norm(x))
 
 
-def backward(ddp: DistributedDataParallel, x: torch.Tensor) -> None:
+def backward(ddp, x):
     (ddp(x) - x[:, :8] * x[:, 8:16]).square().mean().backward()
 
 
-def fail(ddp: DistributedDataParallel, x: torch.Tensor) -> str:
+def fail(ddp, x):
     """Make a backward pass whose last buckets one rank gives a weight, and return the error."""
     state = state_of(ddp)
     layer = ddp.module.layers[0]
@@ -59,7 +57,7 @@ def fail(ddp: DistributedDataParallel, x: torch.Tensor) -> str:
     return said
 
 
-def main(folder: Path, first: int, end: int, failing: int = -1) -> None:
+def main(folder, first, end, failing=-1):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -3,8 +3,6 @@
 Started by test_ddp as `python -m tests.integration.ddp_cases GROUP` with torchrun's environment.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import io
@@ -12,7 +10,6 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -27,16 +24,13 @@ from reducer.errors import ReductionError
 from tests.ranks import refusal, write_result
 from worker_client.ddp import DEFAULT_BUCKET_CAP_MB, ReductionState, reduction_hook, state_of
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 STEPS = 50
 
 
 class Net(torch.nn.Module):
     """BatchNorm, fp32 and bf16 parameters, and a layer that is never used."""
 
-    def __init__(self, mixed: bool = True) -> None:
+    def __init__(self, mixed=True):
         super().__init__()
         self.first = torch.nn.Linear(20, 64)
         self.norm = torch.nn.BatchNorm1d(64)
@@ -44,7 +38,7 @@ class Net(torch.nn.Module):
         self.unused = torch.nn.Linear(64, 64)
         self.last = torch.nn.Linear(32, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = torch.relu(self.norm(self.first(x)))
         x = torch.relu(self.middle(x.to(self.middle.weight.dtype))).float()
         return self.last(x)
@@ -65,7 +59,7 @@ OPTIONS = {
 }
 
 
-def _register(ddp: DistributedDataParallel, case: str, reduction: bool) -> None:
+def _register(ddp, case, reduction):
     wrapper = getattr(default_hooks, case, None)
     if wrapper is not None:
         hook = wrapper(reduction_hook if reduction else default_hooks.allreduce_hook)
@@ -75,7 +69,7 @@ def _register(ddp: DistributedDataParallel, case: str, reduction: bool) -> None:
         worker_client.attach(ddp)
 
 
-def train(case: str, reduction: bool, mixed: bool = True) -> dict[str, object]:
+def train(case, reduction, mixed=True):
     rank = dist.get_rank()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(
@@ -105,7 +99,7 @@ def train(case: str, reduction: bool, mixed: bool = True) -> dict[str, object]:
     return {"losses": losses, "digest": digest(ddp), "hooks": reduction}
 
 
-def digest(model: torch.nn.Module, *, gradients: bool = False) -> str:
+def digest(model, *, gradients=False):
     total = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
         tensor = parameter.grad if gradients else parameter.detach()
@@ -113,14 +107,14 @@ def digest(model: torch.nn.Module, *, gradients: bool = False) -> str:
     return total.hexdigest()
 
 
-def errors() -> dict[str, object]:
+def errors():
     """A slow rank makes backward() raise a typed error at every rank; the next step works."""
     client = worker_client.init()
     client.timeout_s = 2.0
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Net(mixed=False), find_unused_parameters=True)
     worker_client.attach(ddp)
-    seen: list[str] = []
+    seen = []
     raised_after = []
     for step in range(5):
         x = torch.randn(8, 20)
@@ -139,7 +133,7 @@ def errors() -> dict[str, object]:
     return {"seen": seen, "raised_after": raised_after}
 
 
-def buffers() -> dict[str, object]:
+def buffers():
     """Rank 1 is late before each forward pass; then the ranks' buffers before and after one."""
     client, rank = worker_client.init(), dist.get_rank()
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -157,7 +151,7 @@ def buffers() -> dict[str, object]:
     ddp.eval()
     ddp(torch.ones(1, 4))
     theirs = {name: buffer.tolist() for name, buffer in layers.named_buffers()}
-    hooked: list[str] = []
+    hooked = []
     ddp._register_buffer_comm_hook(None, lambda _, named: hooked.extend(named))
     ddp(torch.ones(1, 4))
     return {"waited_s": waited_s, "mine": mine, "theirs": theirs, "hooked": hooked}
@@ -167,13 +161,13 @@ class Segment(torch.autograd.Function):
     """A module whose backward pass begins another one: reentrant checkpointing, by hand."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    def forward(context, x, module):
         context.module = module
         context.save_for_backward(x)
         return module(x)
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+    def backward(context, gradient):
         x = context.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             context.module(x).backward(gradient)
@@ -193,22 +187,22 @@ SEGMENTS = {
 class Segments(torch.nn.Module):
     """Two of them; `between` is called when the backward pass is done with the last."""
 
-    def __init__(self, kind: str, between: Callable[[], None]) -> None:
+    def __init__(self, kind, between):
         super().__init__()
         self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
         self.run = SEGMENTS[kind]
         self.between = between
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = self.run(self.first, x)
         hidden.register_hook(lambda _: self.between())
         return self.run(self.last, hidden)
 
 
-def nested_errors(kind: str) -> dict[str, list[str]]:
+def nested_errors(kind):
     """The first bucket's all-reduce fails in a nested backward pass, the last one's is well."""
 
-    def between() -> None:
+    def between():
         state.weight = None
 
     torch.manual_seed(0)
@@ -233,13 +227,13 @@ def nested_errors(kind: str) -> dict[str, list[str]]:
     return {"seen": seen, "digests": digests}
 
 
-def sparse_in_hook() -> str:
+def sparse_in_hook():
     ddp = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
     ddp.register_comm_hook(ReductionState(), reduction_hook)
     return refusal(ddp(torch.tensor([1, 2])).sum().backward)
 
 
-def copies() -> dict[str, bool]:
+def copies():
     """An attached model is copied, averaged, written to a file and read again."""
     net = torch.nn.Linear(4, 4)
     ddp = DistributedDataParallel(net)
@@ -267,7 +261,7 @@ def copies() -> dict[str, bool]:
     }
 
 
-def profiled() -> dict[str, float]:
+def profiled():
     """A step under torch's profiler, whose last rank comes late: what ranges lasted, ms."""
     ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
     worker_client.attach(ddp)
@@ -279,7 +273,7 @@ def profiled() -> dict[str, float]:
     return {event.name: event.cpu_time_total / 1000 for event in events}
 
 
-def refusals() -> dict[str, str]:
+def refusals():
     """What attach() says to models that a hook cannot serve."""
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415
 
@@ -313,10 +307,10 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def main(group: str) -> None:
+def main(group):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results: dict[str, object] = {}
+    results = {}
     if group == "options":
         for case in OPTIONS:
             results[case] = {"gloo": train(case, False), "reduction": train(case, True)}

@@ -3,8 +3,6 @@
 Started as ``python -m tests.integration.elastic_ddp SPEC`` with the launcher's usual environment.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -20,7 +18,7 @@ from reducer.errors import ReductionError
 from tests.integration.elastic_rank import listen, say
 
 
-def build() -> DistributedDataParallel:
+def build():
     torch.manual_seed(0)
     layers = nn.Sequential(
         *(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 512), nn.Linear(512, 1))
@@ -28,7 +26,7 @@ def build() -> DistributedDataParallel:
     return DistributedDataParallel(layers, bucket_cap_mb=0.5)
 
 
-def train(stop_at: list[int]) -> None:
+def train(stop_at):
     client = worker_client.init(on_rank_lost="continue")
     model = build()
     worker_client.attach(model, client)
@@ -50,10 +48,10 @@ def train(stop_at: list[int]) -> None:
     client.shutdown()
 
 
-def main() -> None:
+def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    stop_at: list[int] = []
+    stop_at = []
     threading.Thread(target=listen, args=(stop_at,), daemon=True).start()
     train(stop_at)
     sys.stdout.flush()

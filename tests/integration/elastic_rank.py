@@ -4,15 +4,12 @@ Started as ``python -m tests.integration.elastic_rank SPEC`` with the launcher's
 Rank r contributes 100**r in every place, so a sum or mean tells whose contributions are in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
 import time
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -23,18 +20,18 @@ SIZES = (300_000, 100, 40_000, 1, 70_001, 5_000)
 IN_FLIGHT = 4
 
 
-def say(event: str, **values: Any) -> None:
+def say(event, **values):
     sys.stdout.write(json.dumps({"event": event, "rank": int(os.environ["RANK"]), **values}) + "\n")
     sys.stdout.flush()
 
 
-def found(array: np.ndarray) -> float | str:
+def found(array):
     """What all places of a result hold; more than one number is a torn one."""
     values = np.unique(array)
     return float(values[0]) if len(values) == 1 else f"torn: {values[:8].tolist()}"
 
 
-def train(stop_at: list[int]) -> None:
+def train(stop_at):
     client = worker_client.init(on_rank_lost="continue")
     number = 0
     rest_s = float(os.environ.get("REST_S", "0"))
@@ -59,19 +56,19 @@ def train(stop_at: list[int]) -> None:
     client.shutdown()
 
 
-def listen(stop_at: list[int]) -> None:
+def listen(stop_at):
     line = sys.stdin.readline()
     if line:
         stop_at.append(int(line))
 
 
-def main() -> None:
+def main():
     json.loads(sys.argv[1])
     if "MEET" in os.environ:  # embedded reducers are found through a process group's store
         from torch import distributed as dist  # noqa: PLC0415
 
         dist.init_process_group("gloo")
-    stop_at: list[int] = []
+    stop_at = []
     threading.Thread(target=partial(listen, stop_at), daemon=True).start()
     train(stop_at)
     os._exit(0)  # a process group does not survive the death of a rank, nor its own end then

@@ -4,13 +4,10 @@ Started as ``python -m tests.integration.fallback_rank SPEC`` with the launcher'
 All contributions are small whole numbers, so that sums are the same in any order.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +16,6 @@ import torch.distributed as dist
 import worker_client
 from bench.ddp_worker import report
 from reducer.errors import ReductionError
-
-if TYPE_CHECKING:
-    from worker_client.client.client import Client
 
 KINDS = [  # dtype, op, elements; several chunks to each reducer, one, less than one, none
     (torch.float32, "mean", 300_000),
@@ -41,16 +35,16 @@ STOP_EVERY = 4
 class Said(logging.Handler):
     """Counts what is said of the fallback."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.WARNING)
         self.count = self.back = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.count += "go through the process group" in record.getMessage()
         self.back += "go through them again" in record.getMessage()
 
 
-def contribution(number: int, rank: int) -> torch.Tensor:
+def contribution(number, rank):
     dtype, op, count = KINDS[number % len(KINDS)]
     rng = np.random.default_rng([number, rank])
     values = torch.from_numpy(rng.integers(1, 4, count)).to(dtype)
@@ -59,7 +53,7 @@ def contribution(number: int, rank: int) -> torch.Tensor:
     return values
 
 
-def expected(number: int, world_size: int) -> torch.Tensor:
+def expected(number, world_size):
     dtype, op, _ = KINDS[number % len(KINDS)]
     inputs = torch.stack([contribution(number, rank).double() for rank in range(world_size)])
     if op == "mean":  # in fp32, and rounded once
@@ -68,7 +62,7 @@ def expected(number: int, world_size: int) -> torch.Tensor:
     return reductions[op](0).to(dtype)
 
 
-def step(client: Client, first: int) -> str:
+def step(client, first):
     """Make some all-reduces at once; return what was wrong."""
     tensors = [contribution(first + at, client.rank) for at in range(IN_FLIGHT)]
     works = [
@@ -88,7 +82,7 @@ def step(client: Client, first: int) -> str:
     return ""
 
 
-def disagree(client: Client) -> str:
+def disagree(client):
     """Ask for something else at rank 0 than elsewhere; return what came of it."""
     try:
         client.all_reduce(torch.ones(100 + (client.rank == 0)), op="sum").wait(60)
@@ -97,7 +91,7 @@ def disagree(client: Client) -> str:
     return "nothing"
 
 
-def main() -> None:
+def main():
     said = Said()
     logging.getLogger("worker_client").addHandler(said)
     dist.init_process_group("gloo")

@@ -8,13 +8,12 @@ Contributions are small whole numbers, so that their reductions are the same in 
 numbers where the check's name says that they are rounded.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,16 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client.torch_backend  # noqa: F401 (registers it, with torch before 2.14)
 from tests.ranks import write_result
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Check = Callable[[], Any]
+Check = Callable[[], Any]
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64, torch.complex128]
 OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
-SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+SHAPES = {
     "empty": lambda whole: whole.flatten()[:0],
     "of no dimension": lambda whole: whole.flatten()[0],
     "of one element": lambda whole: whole.flatten()[:1],
@@ -59,7 +55,7 @@ SHAPES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def values(*shape, dtype=torch.float32):
     """Return this rank's contribution, of small whole numbers."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     whole = torch.randint(1, 4, shape, generator=generator)
@@ -68,20 +64,20 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return whole.to(dtype) * (1 + 2j) if dtype.is_complex else whole.to(dtype)
 
 
-def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def noise(*shape, dtype=torch.float32):
     """Return this rank's contribution, of any numbers."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def with_op(name: str) -> dist.ReduceOp:
+def with_op(name):
     return getattr(dist.ReduceOp, name)
 
 
 # -- reductions
 
 
-def reductions() -> Iterator[tuple[str, Check]]:
+def reductions():
     for dtype in DTYPES:
         for op in OPS:
             yield f"all_reduce, {name_of(dtype)}, {op}", partial(all_reduced, dtype, op)
@@ -107,76 +103,76 @@ def reductions() -> Iterator[tuple[str, Check]]:
     yield "all_reduce, many in a row", all_reduced_many
 
 
-def all_reduced(dtype: torch.dtype, op: str) -> Any:
+def all_reduced(dtype, op):
     tensor = values(3, 5, dtype=dtype)
     dist.all_reduce(tensor, with_op(op))
     return tensor
 
 
-def all_reduced_shape(shape: str) -> Any:
+def all_reduced_shape(shape):
     tensor = SHAPES[shape](values(4, 6))
     dist.all_reduce(tensor)
     return [tensor.to_dense(), list(tensor.stride()) if tensor.layout is torch.strided else None]
 
 
-def all_reduced_noise(dtype: torch.dtype) -> Any:
+def all_reduced_noise(dtype):
     tensor = noise(301, dtype=dtype)
     dist.all_reduce(tensor)
     return tensor
 
 
-def reduced_to(dtype: torch.dtype, op: str) -> Any:
+def reduced_to(dtype, op):
     tensor, last = values(6, dtype=dtype), dist.get_world_size() - 1
     dist.reduce(tensor, last, with_op(op))
     return tensor if dist.get_rank() == last else None  # elsewhere it is undefined
 
 
-def scattered(dtype: torch.dtype, op: str) -> Any:
+def scattered(dtype, op):
     parts = list(values(dist.get_world_size(), 4, dtype=dtype))
     output = torch.zeros(4, dtype=dtype)
     dist.reduce_scatter(output, parts, with_op(op))
     return [output, parts]
 
 
-def scattered_tensor(dtype: torch.dtype, op: str) -> Any:
+def scattered_tensor(dtype, op):
     whole = values(dist.get_world_size() * 4, dtype=dtype)
     output = torch.zeros(4, dtype=dtype)
     dist.reduce_scatter_tensor(output, whole, with_op(op))
     return [output, whole]
 
 
-def scattered_matrix() -> Any:
+def scattered_matrix():
     whole, output = values(2 * dist.get_world_size(), 3), torch.zeros(2, 3)
     dist.reduce_scatter_tensor(output, whole)
     return output
 
 
-def scattered_transposed() -> Any:
+def scattered_transposed():
     whole, output = values(3, 2 * dist.get_world_size()).t(), torch.zeros(2, 3)
     dist.reduce_scatter_tensor(output, whole)
     return output
 
 
-def scattered_unevenly() -> Any:
+def scattered_unevenly():
     parts = [values(rank + 2) for rank in range(dist.get_world_size())]
     output = torch.zeros(dist.get_rank() + 2)
     dist.reduce_scatter(output, parts)
     return output
 
 
-def coalesced(dtype: torch.dtype, op: str) -> Any:
+def coalesced(dtype, op):
     tensors = [values(3, dtype=dtype), values(2, 2, dtype=dtype)]
     dist.all_reduce_coalesced(tensors, with_op(op))
     return tensors
 
 
-def coalesced_of_several_types() -> Any:
+def coalesced_of_several_types():
     tensors = [values(3, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.float32)]
     dist.all_reduce_coalesced(tensors)
     return tensors
 
 
-def all_reduced_nan() -> Any:
+def all_reduced_nan():
     found = []
     for op in ("SUM", "MIN", "MAX"):
         tensor = torch.tensor([1.0, float("nan"), 2.0])
@@ -185,13 +181,13 @@ def all_reduced_nan() -> Any:
     return found
 
 
-def all_reduced_infinities() -> Any:
+def all_reduced_infinities():
     tensor = torch.tensor([float("inf"), -float("inf"), 65504.0]).half()
     dist.all_reduce(tensor)
     return tensor
 
 
-def all_reduced_overflow() -> Any:
+def all_reduced_overflow():
     tensors = [torch.tensor([100], dtype=torch.int8), torch.tensor([200], dtype=torch.uint8)]
     tensors += [torch.tensor([2**62 + 5])]
     for tensor in tensors:
@@ -200,14 +196,14 @@ def all_reduced_overflow() -> Any:
     return tensors
 
 
-def all_reduced_thrice() -> Any:
+def all_reduced_thrice():
     tensor = values(5)
     for _ in range(3):
         dist.all_reduce(tensor)
     return tensor
 
 
-def all_reduced_many() -> Any:
+def all_reduced_many():
     tensors = [values(at + 1) for at in range(50)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in reversed(works):
@@ -218,7 +214,7 @@ def all_reduced_many() -> Any:
 # -- what is no reduction
 
 
-def others() -> Iterator[tuple[str, Check]]:
+def others():
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
         what = name_of(dtype)
         yield f"broadcast, {what}", partial(broadcast, dtype)
@@ -232,44 +228,44 @@ def others() -> Iterator[tuple[str, Check]]:
         yield check.__name__.replace("_", " "), check
 
 
-def broadcast(dtype: torch.dtype) -> Any:
+def broadcast(dtype):
     tensor = values(5, dtype=dtype)
     dist.broadcast(tensor, 1)
     return tensor
 
 
-def gathered_by_all(dtype: torch.dtype) -> Any:
+def gathered_by_all(dtype):
     parts = [torch.zeros(5, dtype=dtype) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, values(5, dtype=dtype))
     return parts
 
 
-def exchanged(dtype: torch.dtype) -> Any:
+def exchanged(dtype):
     whole = values(dist.get_world_size() * 2, dtype=dtype)
     output = torch.zeros_like(whole)
     dist.all_to_all_single(output, whole)
     return output
 
 
-def gathered_into_tensor() -> Any:
+def gathered_into_tensor():
     output = torch.zeros(3 * dist.get_world_size())
     dist.all_gather_into_tensor(output, values(3))
     return output
 
 
-def gathered_unevenly() -> Any:
+def gathered_unevenly():
     parts = [torch.zeros(rank + 1) for rank in range(dist.get_world_size())]
     dist.all_gather(parts, values(dist.get_rank() + 1))
     return parts
 
 
-def gathered_coalesced() -> Any:
+def gathered_coalesced():
     parts = [[torch.zeros(2), torch.zeros(3)] for _ in range(dist.get_world_size())]
     dist.all_gather_coalesced(parts, [values(2), values(3)])
     return parts
 
 
-def gathered() -> Any:
+def gathered():
     parts = None
     if dist.get_rank() == 1:
         parts = [torch.zeros(3) for _ in range(dist.get_world_size())]
@@ -277,14 +273,14 @@ def gathered() -> Any:
     return parts
 
 
-def scatter() -> Any:
+def scatter():
     tensor = torch.zeros(3)
     parts = list(values(dist.get_world_size(), 3)) if dist.get_rank() == 1 else None
     dist.scatter(tensor, parts, src=1)
     return tensor
 
 
-def exchanged_unevenly() -> Any:
+def exchanged_unevenly():
     rank, size = dist.get_rank(), dist.get_world_size()
     takes, gives = [rank + 1] * size, [other + 1 for other in range(size)]
     output = torch.zeros(sum(takes))
@@ -292,14 +288,14 @@ def exchanged_unevenly() -> Any:
     return output
 
 
-def exchanged_lists() -> Any:
+def exchanged_lists():
     size = dist.get_world_size()
     outputs = [torch.zeros(3) for _ in range(size)]
     dist.all_to_all(outputs, list(values(size, 3)))
     return outputs
 
 
-def objects() -> Any:
+def objects():
     rank, size = dist.get_rank(), dist.get_world_size()
     everywhere, at_one, mine = [None] * size, [None] * size, [None]
     dist.all_gather_object(everywhere, {"rank": rank})
@@ -310,7 +306,7 @@ def objects() -> Any:
     return [everywhere, at_one, mine, sent_to_all]
 
 
-def sent() -> Any:
+def sent():
     tensor = values(3)
     if dist.get_rank() == 0:
         dist.send(tensor, 1, tag=5)
@@ -319,7 +315,7 @@ def sent() -> Any:
     return None
 
 
-def sent_async() -> Any:
+def sent_async():
     tensor = values(3)
     if dist.get_rank() == 0:
         dist.isend(tensor, 1).wait()
@@ -330,7 +326,7 @@ def sent_async() -> Any:
     return None
 
 
-def received_from_any() -> Any:
+def received_from_any():
     tensor = values(3)
     if dist.get_rank() == 0:
         dist.send(tensor, 1)
@@ -341,7 +337,7 @@ def received_from_any() -> Any:
     return None
 
 
-def sent_in_batch() -> Any:
+def sent_in_batch():
     rank, size, got = dist.get_rank(), dist.get_world_size(), torch.zeros(3)
     ring = [
         dist.P2POp(dist.isend, values(3), (rank + 1) % size),
@@ -352,27 +348,27 @@ def sent_in_batch() -> Any:
     return got
 
 
-def barriers() -> Any:
+def barriers():
     work = dist.barrier(async_op=True)
     return [work.wait(), work.is_completed(), dist.barrier()]
 
 
-def monitored() -> Any:
+def monitored():
     return dist.monitored_barrier(timeout=timedelta(seconds=20))
 
 
-def monitored_all() -> Any:
+def monitored_all():
     return dist.monitored_barrier(dist.group.WORLD, wait_all_ranks=True)
 
 
-def monitored_seconds() -> Any:
+def monitored_seconds():
     return dist.monitored_barrier(timeout=20.0)
 
 
 # -- handles
 
 
-def handles() -> Iterator[tuple[str, Check]]:
+def handles():
     for name, ask in HANDLE.items():
         yield f"a handle's {name}", partial(asked_of_handle, ask)
     yield "a handle of several tensors", handle_of_several
@@ -382,7 +378,7 @@ def handles() -> Iterator[tuple[str, Check]]:
     yield "torch.futures.collect_all", futures_together
 
 
-HANDLE: dict[str, Callable[[dist.Work], Any]] = {
+HANDLE = {
     "wait": lambda work: work.wait(),
     "wait with a timeout": lambda work: work.wait(timedelta(seconds=20)),
     "second wait": lambda work: [work.wait(), work.wait()],
@@ -409,7 +405,7 @@ HANDLE: dict[str, Callable[[dist.Work], Any]] = {
 }
 
 
-def asked_of_handle(ask: Callable[[dist.Work], Any]) -> Any:
+def asked_of_handle(ask):
     tensor = values(3)
     work = dist.all_reduce(tensor, async_op=True)
     try:
@@ -418,16 +414,16 @@ def asked_of_handle(ask: Callable[[dist.Work], Any]) -> Any:
         work.wait()
 
 
-def handle_of_several() -> Any:
+def handle_of_several():
     tensors = [values(3), values(4)]
     work = dist.all_reduce_coalesced(tensors, async_op=True)
     return [work.wait(), tensors]
 
 
-def futures_that_wait() -> Any:
+def futures_that_wait():
     first, second, third = values(3), values(4), values(5)
 
-    def go_on(done: torch.futures.Future[Any]) -> Any:
+    def go_on(done):
         found = done.value()[0].clone()
         more = dist.all_reduce(second, async_op=True).get_future().wait()[0]
         dist.all_reduce(third)
@@ -436,21 +432,21 @@ def futures_that_wait() -> Any:
     return dist.all_reduce(first, async_op=True).get_future().then(go_on).wait()
 
 
-def future_that_fails() -> Any:
-    def fail(_: object) -> None:
+def future_that_fails():
+    def fail(_):
         raise ValueError("by a callback")
 
     return dist.all_reduce(values(3), async_op=True).get_future().then(fail).wait()
 
 
-def future_done() -> Any:
-    found: torch.futures.Future[Any] = torch.futures.Future()
+def future_done():
+    found = torch.futures.Future()
     future = dist.all_reduce(values(3), async_op=True).get_future()
     future.add_done_callback(lambda done: found.set_result(done.value()[0] + 1))
     return found.wait()
 
 
-def futures_together() -> Any:
+def futures_together():
     futures = [dist.all_reduce(values(at), async_op=True).get_future() for at in (1, 2, 3)]
     return [one.value() for one in torch.futures.collect_all(futures).wait()]
 
@@ -458,7 +454,7 @@ def futures_together() -> Any:
 # -- groups, and calls that are one
 
 
-def groups() -> Iterator[tuple[str, Check]]:
+def groups():
     for check in (
         *(group_of_some, groups_in_another_order, group_of_all, group_of_one, group_by_itself),
         *(group_with_a_timeout, group_with_a_description, groups_by_size, groups_by_list),
@@ -470,7 +466,7 @@ def groups() -> Iterator[tuple[str, Check]]:
         yield check.__name__.replace("_", " "), check
 
 
-def total(group: Any, shape: int = 3) -> Any:
+def total(group, shape=3):
     """Return an all-reduce in a group, None where this rank is none of its members."""
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         return None
@@ -479,11 +475,11 @@ def total(group: Any, shape: int = 3) -> Any:
     return tensor
 
 
-def group_of_some() -> Any:
+def group_of_some():
     return total(dist.new_group([0, 1]))
 
 
-def groups_in_another_order() -> Any:
+def groups_in_another_order():
     size = dist.get_world_size()
     pairs = [dist.new_group(sorted({at, (at + 1) % size})) for at in range(size)]
     mine = [pair for pair in pairs if pair != dist.GroupMember.NON_GROUP_MEMBER]
@@ -497,41 +493,41 @@ def groups_in_another_order() -> Any:
     return tensors
 
 
-def group_of_all() -> Any:
+def group_of_all():
     return total(dist.new_group())
 
 
-def group_of_one() -> Any:
+def group_of_one():
     return [total(dist.new_group([rank])) for rank in range(dist.get_world_size())]
 
 
-def group_by_itself() -> Any:
+def group_by_itself():
     if dist.get_rank() > 1:
         return None
     return total(dist.new_group([0, 1], use_local_synchronization=True))
 
 
-def group_with_a_timeout() -> Any:
+def group_with_a_timeout():
     return total(dist.new_group(timeout=timedelta(seconds=15)))
 
 
-def group_with_a_description() -> Any:
+def group_with_a_description():
     group = dist.new_group(group_desc="words")
     return [group.group_desc, total(group)]
 
 
-def groups_by_size() -> Any:
+def groups_by_size():
     mine, every = dist.new_subgroups(dist.get_world_size() // 2)
     return [len(every), total(mine)]
 
 
-def groups_by_list() -> Any:
+def groups_by_list():
     size = dist.get_world_size()
     mine, every = dist.new_subgroups_by_enumeration([[0], list(range(1, size))])
     return [len(every), total(mine)]
 
 
-def what_is_known_of_a_group() -> Any:
+def what_is_known_of_a_group():
     group = dist.new_group()
     return [
         dist.get_world_size(group),
@@ -544,7 +540,7 @@ def what_is_known_of_a_group() -> Any:
     ]
 
 
-def ranks_in_a_group() -> Any:
+def ranks_in_a_group():
     members = list(range(dist.get_world_size()))[1:]
     group = dist.new_group(members)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
@@ -552,22 +548,22 @@ def ranks_in_a_group() -> Any:
     return [dist.get_group_rank(group, 1), dist.get_global_rank(group, 0), dist.get_rank(group)]
 
 
-def group_that_was_destroyed() -> Any:
+def group_that_was_destroyed():
     group = dist.new_group()
     dist.destroy_process_group(group)
     return total(group)
 
 
-def group_is_split() -> Any:
+def group_is_split():
     halves = [[0], list(range(1, dist.get_world_size()))]
     return total(dist.split_group(split_ranks=halves))
 
 
-def group_is_split_by_its_method() -> Any:
+def group_is_split_by_its_method():
     return total(dist.group.WORLD.split_group([0, 1]))
 
 
-def reduced_in_a_group() -> Any:
+def reduced_in_a_group():
     group = dist.new_group()
     outputs, tensor = torch.zeros(2), values(2 * dist.get_world_size())
     dist.reduce_scatter_tensor(outputs, tensor, group=group)
@@ -576,15 +572,15 @@ def reduced_in_a_group() -> Any:
     return parts
 
 
-def sorted_group() -> Any:
+def sorted_group():
     return total(dist.new_group(list(reversed(range(dist.get_world_size())))))
 
 
-def group_of_gloo() -> Any:
+def group_of_gloo():
     return total(dist.new_group(backend="gloo"))
 
 
-def together_all_reduce() -> Any:
+def together_all_reduce():
     tensors = [values(3), values(4)]
     with dist._coalescing_manager():
         for tensor in tensors:
@@ -592,7 +588,7 @@ def together_all_reduce() -> Any:
     return tensors
 
 
-def together_reduce_scatter() -> Any:
+def together_reduce_scatter():
     outputs = [torch.zeros(2), torch.zeros(3)]
     with dist._coalescing_manager():
         for output in outputs:
@@ -600,7 +596,7 @@ def together_reduce_scatter() -> Any:
     return outputs
 
 
-def together_all_gather() -> Any:
+def together_all_gather():
     outputs = [torch.zeros(size * dist.get_world_size()) for size in (2, 3)]
     with dist._coalescing_manager():
         for output in outputs:
@@ -608,7 +604,7 @@ def together_all_gather() -> Any:
     return outputs
 
 
-def together_async() -> Any:
+def together_async():
     tensors = [values(3), values(4)]
     with dist._coalescing_manager(async_ops=True) as manager:
         for tensor in tensors:
@@ -616,19 +612,19 @@ def together_async() -> Any:
     return [manager.wait(), tensors]
 
 
-def together_of_nothing() -> Any:
+def together_of_nothing():
     with dist._coalescing_manager():
         pass
     return total(dist.group.WORLD)
 
 
-def meshes() -> Any:
+def meshes():
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
     return [mesh.get_coordinate(), *(total(mesh.get_group(at)) for at in (0, 1))]
 
 
-def mesh_is_flat() -> Any:
+def mesh_is_flat():
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("a", "b"))
     return total(mesh["a", "b"]._flatten().get_group())
@@ -637,7 +633,7 @@ def mesh_is_flat() -> Any:
 # -- gradients
 
 
-def gradients() -> Iterator[tuple[str, Check]]:
+def gradients():
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
             yield f"gradients, {name_of(dtype)}, {op}, rounded", partial(gradients_by, dtype, op)
@@ -655,14 +651,14 @@ def gradients() -> Iterator[tuple[str, Check]]:
         yield f"functional, {name}", call
 
 
-def network() -> torch.nn.Module:
+def network():
     torch.manual_seed(7)
     return torch.nn.Sequential(
         torch.nn.Linear(8, 33), torch.nn.LayerNorm(33), torch.nn.GELU(), torch.nn.Linear(33, 3)
     )
 
 
-def steps(model: torch.nn.Module, count: int = 4) -> Any:
+def steps(model, count=4):
     """Train a model; return its weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     torch.manual_seed(100 + dist.get_rank())
@@ -674,7 +670,7 @@ def steps(model: torch.nn.Module, count: int = 4) -> Any:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def gradients_by(dtype: torch.dtype, op: str) -> Any:
+def gradients_by(dtype, op):
     model = DistributedDataParallel(network().to(dtype))
     model.register_comm_hook(
         dist.group.WORLD,
@@ -689,7 +685,7 @@ def gradients_by(dtype: torch.dtype, op: str) -> Any:
     return [parameter.grad for parameter in model.parameters()]
 
 
-DDP: dict[str, dict[str, Any]] = {
+DDP = {
     "by default": {},
     "with views": {"gradient_as_bucket_view": True},
     "with small buckets": {"bucket_cap_mb": 0.0005},
@@ -700,8 +696,8 @@ DDP: dict[str, dict[str, Any]] = {
 }
 
 
-def power(hook: Any, **options: Any) -> Callable[[DistributedDataParallel], None]:
-    def register(model: DistributedDataParallel) -> None:
+def power(hook, **options):
+    def register(model):
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=1, start_powerSGD_iter=2, **options
         )
@@ -710,11 +706,11 @@ def power(hook: Any, **options: Any) -> Callable[[DistributedDataParallel], None
     return register
 
 
-def hooked(hook: Any) -> Callable[[DistributedDataParallel], None]:
+def hooked(hook):
     return lambda model: model.register_comm_hook(None, hook)
 
 
-HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
+HOOKS = {
     "allreduce_hook": hooked(default_hooks.allreduce_hook),
     "fp16_compress_hook": hooked(default_hooks.fp16_compress_hook),
     "bf16_compress_hook": hooked(default_hooks.bf16_compress_hook),
@@ -741,14 +737,14 @@ HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
 }
 
 
-def trained(options: dict[str, Any], register: Callable[[Any], None] | None = None) -> Any:
+def trained(options, register=None):
     model = DistributedDataParallel(network(), **options)
     if register is not None:
         register(model)
     return steps(model)
 
 
-def accumulated() -> Any:
+def accumulated():
     model = DistributedDataParallel(network())
     torch.manual_seed(100 + dist.get_rank())
     with model.no_sync():
@@ -757,21 +753,21 @@ def accumulated() -> Any:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def joined_unevenly() -> Any:
+def joined_unevenly():
     model = DistributedDataParallel(network())
     with Join([model]):
         steps(model, 1 + dist.get_rank())
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def with_unused_parameters() -> Any:
+def with_unused_parameters():
     class Two(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             torch.manual_seed(3)
             self.both = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
 
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
+        def forward(self, given):
             return self.both[dist.get_rank() % 2](given)
 
     model = DistributedDataParallel(Two(), find_unused_parameters=True)
@@ -779,7 +775,7 @@ def with_unused_parameters() -> Any:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def sparse_gradients() -> Any:
+def sparse_gradients():
     torch.manual_seed(3)
     model = DistributedDataParallel(torch.nn.EmbeddingBag(10, 3, sparse=True))
     rank = dist.get_rank()
@@ -788,7 +784,7 @@ def sparse_gradients() -> Any:
     return parameter.grad.to_dense()
 
 
-def with_zero() -> Any:
+def with_zero():
     model = DistributedDataParallel(network())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
     torch.manual_seed(100 + dist.get_rank())
@@ -799,7 +795,7 @@ def with_zero() -> Any:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def sharded() -> Any:
+def sharded():
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 (seconds, for this check alone)
 
     model = network()
@@ -807,7 +803,7 @@ def sharded() -> Any:
     return [weight.to_local() for weight in steps(model)]
 
 
-def tensors_are_distributed() -> Any:
+def tensors_are_distributed():
     from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415 (as above)
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -815,7 +811,7 @@ def tensors_are_distributed() -> Any:
     return [whole.to_local(), whole.full_tensor(), whole.sum().full_tensor()]
 
 
-def tensors_are_partial() -> Any:
+def tensors_are_partial():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard  # noqa: PLC0415
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -825,7 +821,7 @@ def tensors_are_partial() -> Any:
     return [*found, by_mean.full_tensor()]
 
 
-def ddp_says() -> Any:
+def ddp_says():
     model = DistributedDataParallel(network())
     steps(model)
     said = model._get_ddp_logging_data()
@@ -833,7 +829,7 @@ def ddp_says() -> Any:
     return [said.get(name) for name in names]
 
 
-def differentiated() -> Any:
+def differentiated():
     found = []
     for call in (
         differentiable.all_reduce,
@@ -846,15 +842,15 @@ def differentiated() -> Any:
     return found
 
 
-def whole() -> torch.Tensor:
+def whole():
     return values(4 * dist.get_world_size())
 
 
-def world() -> dist.ProcessGroup:
+def world():
     return dist.group.WORLD
 
 
-FUNCTIONAL: dict[str, Check] = {
+FUNCTIONAL = {
     "all_reduce": lambda: functional.all_reduce(whole(), "sum", world()) + 0,
     "all_reduce, avg": lambda: functional.all_reduce(whole(), "avg", world()) + 0,
     "all_reduce, max": lambda: functional.all_reduce(whole(), "max", world()) + 0,
@@ -879,28 +875,28 @@ FUNCTIONAL: dict[str, Check] = {
 # -- errors
 
 
-def errors() -> Iterator[tuple[str, Check]]:
+def errors():
     for name, call in ERRORS.items():
         yield f"error: {name}", call
     yield "error: a mesh of too many ranks", lambda: init_device_mesh("cpu", (99,))
     yield "a call after all these errors", lambda: total(dist.group.WORLD)
 
 
-def ones(count: int = 3, **options: Any) -> torch.Tensor:
+def ones(count=3, **options):
     return torch.ones(count, **options)
 
 
-def size() -> int:
+def size():
     return dist.get_world_size()
 
 
-def two_kinds() -> None:
+def two_kinds():
     with dist._coalescing_manager():
         dist.all_reduce(ones())
         dist.all_gather_into_tensor(ones(size()), ones(1))
 
 
-ERRORS: dict[str, Check] = {
+ERRORS = {
     "all_reduce of a list": lambda: dist.all_reduce([1.0, 2.0]),
     "all_reduce of a number": lambda: dist.all_reduce(3.0),
     "all_reduce by no operation": lambda: dist.all_reduce(ones(), "sum"),
@@ -960,17 +956,17 @@ ERRORS: dict[str, Check] = {
 # -- all of them
 
 
-def all_checks() -> dict[str, Check]:
+def all_checks():
     """Return the checks by their names, in the order in which they run."""
     kinds = (reductions(), others(), handles(), groups(), gradients(), errors())
     return {name: check for kind in kinds for name, check in kind}
 
 
-def name_of(dtype: torch.dtype) -> str:
+def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def shown(found: Any) -> Any:
+def shown(found):
     """Return what a check found as JSON has it; of a tensor type, shape and exact elements."""
     if hasattr(found, "to_local"):  # a DTensor
         found = found.to_local()
@@ -986,7 +982,7 @@ def shown(found: Any) -> Any:
     return found if isinstance(found, int | float | bool | str | None) else repr(found)
 
 
-def seen(check: Check) -> Any:
+def seen(check):
     """Return what a script sees of a check."""
     try:
         return shown(check())
@@ -995,7 +991,7 @@ def seen(check: Check) -> Any:
         return {"raised": kinds[: kinds.index("Exception") + 1], "text": str(error)[:500]}
 
 
-def main() -> None:
+def main():
     warnings.simplefilter("ignore")
     checks = all_checks()
     names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(checks)

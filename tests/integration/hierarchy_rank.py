@@ -3,13 +3,10 @@
 Started with a launcher's environment, GROUP_RANK included.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 import time
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +24,7 @@ STEPS = 20
 VICTIM = 3
 
 
-def model_on(client: Any) -> DistributedDataParallel:
+def model_on(client):
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     ddp = DistributedDataParallel(layers, bucket_cap_mb=0.002)
@@ -35,7 +32,7 @@ def model_on(client: Any) -> DistributedDataParallel:
     return ddp
 
 
-def step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> float:
+def step(ddp, optimizer):
     x = torch.randn(16, 20)
     loss = (ddp(x) - x[:, :3].sum(1, keepdim=True)).square().mean()
     optimizer.zero_grad()
@@ -44,8 +41,8 @@ def step(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> floa
     return loss.item()
 
 
-def train() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def train():
+    found = {}
     for mode in ("off", "auto"):
         client = connect(hierarchy=mode)
         ddp = model_on(client)
@@ -66,7 +63,7 @@ def train() -> dict[str, Any]:
     return found
 
 
-def by_name(client: Any) -> list[float]:
+def by_name(client):
     """Sums of tensors that odd ranks submit in another order than even ones."""
     tensors = {name: torch.full((100,), float(len(name))) for name in ("a", "bb", "ccc")}
     order = sorted(tensors, reverse=bool(client.rank % 2))
@@ -75,7 +72,7 @@ def by_name(client: Any) -> list[float]:
     return [tensor[0].item() for tensor in tensors.values()]
 
 
-def lose() -> dict[str, Any]:
+def lose():
     client = worker_client.init(hierarchy="auto")
     ddp = model_on(client)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
@@ -94,7 +91,7 @@ def lose() -> dict[str, Any]:
     return {"said": said, "seconds": seconds}
 
 
-def fall_back() -> dict[str, Any]:
+def fall_back():
     """Go on until all ranks have had results of the process group: rank 0 ends all reducers."""
     os.environ["REDUCTION_FALLBACK"] = "process-group"
     client = worker_client.init(hierarchy="auto")
@@ -113,12 +110,12 @@ def fall_back() -> dict[str, Any]:
     return {"right": right, "steps": number, "between": client.spec.world_size}
 
 
-def refuse() -> dict[str, Any]:
+def refuse():
     os.environ["REDUCTION_ON_RANK_LOST"] = "continue"
     return {"said": refusal(worker_client.init, hierarchy="auto")}
 
 
-def main(case: str) -> None:
+def main(case):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {"train": train, "lose": lose, "fall_back": fall_back, "refuse": refuse}[case]()

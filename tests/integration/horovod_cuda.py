@@ -1,7 +1,5 @@
 """The Horovod interface with tensors on a GPU, which two ranks share; `horovod_rank` runs it."""
 
-from __future__ import annotations
-
 import torch
 
 import worker_client.horovod.torch as hvd
@@ -9,16 +7,16 @@ import worker_client.horovod.torch as hvd
 LARGE = 1_000_003  # elements: an odd number
 
 
-def mine(*shape: int) -> torch.Tensor:
+def mine(*shape):
     return torch.full(shape, float(hvd.rank() + 1), device="cuda")
 
 
-def check(result: torch.Tensor, expected: list[float]) -> None:
+def check(result, expected):
     assert result.device.type == "cuda"
     assert result.tolist() == expected
 
 
-def case_reductions() -> None:
+def case_reductions():
     assert (hvd.allreduce(mine(LARGE), op=hvd.Sum) == 3).all()
     assert (hvd.allreduce_(mine(LARGE)) == 1.5).all()
     for reduced in hvd.grouped_allreduce([mine(5), mine(5)], op=hvd.Sum):
@@ -27,7 +25,7 @@ def case_reductions() -> None:
     check(hvd.reducescatter(mine(4), op=hvd.Sum), [3.0] * 2)
 
 
-def case_broadcasts() -> None:
+def case_broadcasts():
     assert (hvd.broadcast(mine(LARGE), 1) == 2).all()
     transposed = mine(2, 3).t()
     hvd.broadcast_(transposed, 0)
@@ -36,7 +34,7 @@ def case_broadcasts() -> None:
     assert hvd.broadcast(whole, 1) == 1
 
 
-def case_gathers() -> None:
+def case_gathers():
     check(hvd.allgather(mine(hvd.rank() + 1)), [1.0, 2.0, 2.0])
     check(hvd.allgather(mine(0)), [])
     received, counts = hvd.alltoall(mine(3), splits=torch.tensor([1, 2], device="cuda"))
@@ -47,7 +45,7 @@ def case_gathers() -> None:
     check(hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)().to_dense(), [3.0, 0.0, 1.0, 2.0])
 
 
-def case_training() -> None:
+def case_training():
     model = torch.nn.Sequential(torch.nn.Linear(30, 20), hvd.SyncBatchNorm(20)).to("cuda")
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(

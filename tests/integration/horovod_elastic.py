@@ -1,9 +1,5 @@
 """The state objects and the sampler of `hvd.elastic`, as one of three ranks that all stay."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +10,7 @@ from worker_client.horovod.job import CURRENT
 SIZE = 3
 
 
-def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def trained():
     """Return a model and an optimizer whose values and state are other ones at every rank."""
     torch.manual_seed(hvd.rank())
     net = torch.nn.BatchNorm1d(4)
@@ -24,13 +20,13 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return net, optimizer
 
 
-def values(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+def values(net, optimizer):
     momenta = [one["momentum_buffer"] for one in optimizer.state_dict()["state"].values()]
     tensors = [*net.state_dict().values(), *momenta]
     return [tensor.tolist() for tensor in tensors] + [optimizer.param_groups[0]["lr"]]
 
 
-def case_sync_makes_everything_that_of_rank_0() -> None:
+def case_sync_makes_everything_that_of_rank_0():
     net, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1 + hvd.rank(), 5])
     seen = [hvd.rank()]
@@ -50,15 +46,15 @@ def case_sync_makes_everything_that_of_rank_0() -> None:
     assert state.epoch == 0
 
 
-def case_a_failure_goes_back_to_the_last_commit() -> None:
+def case_a_failure_goes_back_to_the_last_commit():
     net, optimizer = trained()
     state = hvd.elastic.TorchState(net, optimizer, batch=0, seen=[])
-    resets: list[int] = []
+    resets = []
     state.register_reset_callbacks([lambda: resets.append(hvd.size())])
-    found: list[Any] = []
+    found = []
 
     @hvd.elastic.run
-    def train(state: Any, factor: int, *, last: int) -> int:
+    def train(state, factor, *, last):
         found.append((state.batch, list(state.seen), values(net, optimizer)))
         while state.batch < last:
             optimizer.zero_grad()
@@ -73,7 +69,7 @@ def case_a_failure_goes_back_to_the_last_commit() -> None:
                 raise hvd.HorovodInternalError("on purpose")
         return state.batch
 
-    committed: list[Any] = []
+    committed = []
     assert train(state, 2, last=4) == 4
     assert found[1] == (2, [1, 2], committed[0])
     assert len(found) == 2
@@ -81,12 +77,12 @@ def case_a_failure_goes_back_to_the_last_commit() -> None:
     assert state.seen == [1, 2, 3, 4]
 
 
-def case_an_interrupt_runs_the_function_again() -> None:
+def case_an_interrupt_runs_the_function_again():
     state = hvd.elastic.ObjectState(batch=hvd.rank())
-    calls: list[int] = []
+    calls = []
 
     @hvd.elastic.run
-    def train(state: Any) -> str:
+    def train(state):
         calls.append(state.batch)
         state.batch = 10 * len(calls) + hvd.rank()
         if len(calls) < 3:
@@ -97,13 +93,13 @@ def case_an_interrupt_runs_the_function_again() -> None:
     assert calls == [0, 10, 20 + hvd.rank()]
 
 
-def case_a_failure_at_one_rank_takes_all_back() -> None:
+def case_a_failure_at_one_rank_takes_all_back():
     """Its calls without names are others than theirs by then."""
     state = hvd.elastic.ObjectState(step=0)
-    calls: list[int] = []
+    calls = []
 
     @hvd.elastic.run
-    def train(state: Any) -> int:
+    def train(state):
         calls.append(state.step)
         for state.step in range(state.step, 4):  # noqa: B020 (as Horovod's users do)
             if state.step == 2 and len(calls) == 1:
@@ -122,9 +118,9 @@ def case_a_failure_at_one_rank_takes_all_back() -> None:
     assert calls[0] == 0
 
 
-def case_what_is_wrong_with_the_script_is_raised() -> None:
+def case_what_is_wrong_with_the_script_is_raised():
     @hvd.elastic.run
-    def train(state: Any) -> None:
+    def train(state):
         del state
         hvd.broadcast(torch.zeros(1), root_rank=SIZE)
 
@@ -132,7 +128,7 @@ def case_what_is_wrong_with_the_script_is_raised() -> None:
         train(hvd.elastic.ObjectState(batch=0))
 
 
-def case_a_dataset_is_divided_and_what_is_left_of_it_anew() -> None:
+def case_a_dataset_is_divided_and_what_is_left_of_it_anew():
     sampler = hvd.elastic.ElasticSampler(range(100))
     mine = list(sampler)
     everybody = [at for one in hvd.allgather_object(mine) for at in one]

@@ -4,12 +4,9 @@
 and the next 20 calls must be right.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -17,18 +14,15 @@ import torch
 import worker_client.horovod as hvd
 from reducer.errors import ConfigError, MismatchError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 SOON_S = 10.0  # a timeout comes after 60 s
 
 
-def ones() -> torch.Tensor:
+def ones():
     return torch.ones(5)
 
 
 @contextmanager
-def soon(message: str, kind: type[Exception] = MismatchError) -> Iterator[None]:
+def soon(message, kind=MismatchError):
     begun = time.monotonic()
     with pytest.raises(kind, match=message) as caught:
         yield
@@ -36,7 +30,7 @@ def soon(message: str, kind: type[Exception] = MismatchError) -> Iterator[None]:
     assert time.monotonic() - begun < SOON_S
 
 
-def twenty_calls_are_right() -> None:
+def twenty_calls_are_right():
     """What `horovod_rank` calls after each case, too."""
     rank, size = hvd.rank(), hvd.size()
     for at in range(5):
@@ -48,7 +42,7 @@ def twenty_calls_are_right() -> None:
         assert hvd.allgather(torch.tensor([rank])).tolist() == list(range(size))
 
 
-def case_a_name_twice_at_one_rank_and_pending_while_others_call_barrier() -> None:
+def case_a_name_twice_at_one_rank_and_pending_while_others_call_barrier():
     mine = torch.full((4,), float(hvd.rank()))
     expected = [float(sum(range(hvd.size())))] * 4
     if hvd.rank() == 0:
@@ -65,7 +59,7 @@ def case_a_name_twice_at_one_rank_and_pending_while_others_call_barrier() -> Non
     assert hvd.allreduce(mine, op=hvd.Sum, name="twice").tolist() == expected
 
 
-def case_another_order_of_calls_without_a_name() -> None:
+def case_another_order_of_calls_without_a_name():
     mine = torch.tensor([hvd.rank()])
     total = sum(range(hvd.size()))
     if hvd.rank() == 0:
@@ -77,9 +71,9 @@ def case_another_order_of_calls_without_a_name() -> None:
         assert hvd.allreduce(mine, op=hvd.Sum) == total
 
 
-def case_what_one_rank_is_refused() -> None:
+def case_what_one_rank_is_refused():
     sparse = ones().to_sparse()
-    refused: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
+    refused = [
         ("unknown op", lambda: hvd.allreduce(ones()), lambda: hvd.allreduce(ones(), op=17)),
         ("Adasum", lambda: hvd.allreduce(ones(), name="n"),
          lambda: hvd.allreduce(ones(), name="n", op=hvd.Adasum)),
@@ -108,7 +102,7 @@ def case_what_one_rank_is_refused() -> None:
         twenty_calls_are_right()
 
 
-def case_broadcasts_that_differ() -> None:
+def case_broadcasts_that_differ():
     rank, last = hvd.rank(), hvd.rank() == hvd.size() - 1
     mine = torch.full((2, 3), float(rank))
     others = {"dtype": mine.int(), "shape": mine.reshape(6), "size": mine[:1].clone()}
@@ -132,7 +126,7 @@ def case_broadcasts_that_differ() -> None:
     assert torch.equal(mine, torch.full((2, 3), float(rank)))
 
 
-def case_shapes_that_differ_in_reductions() -> None:
+def case_shapes_that_differ_in_reductions():
     last = hvd.rank() == hvd.size() - 1
     mine = torch.ones((3, 2) if last else (2, 3))
     same = torch.ones(4)
@@ -147,13 +141,13 @@ def case_shapes_that_differ_in_reductions() -> None:
         twenty_calls_are_right()
 
 
-def case_joined_ranks_have_any_shape() -> None:
+def case_joined_ranks_have_any_shape():
     if hvd.rank() == 0:
         assert hvd.allreduce(torch.ones(2, 3), op=hvd.Sum).tolist() == [[1.0] * 3] * 2
     hvd.join()
 
 
-def case_who_joined_last_has_the_model() -> None:
+def case_who_joined_last_has_the_model():
     """The usual idiom: the others take over the weights of the rank that had most data."""
     for last in (*range(hvd.size()), 0):
         for _ in range(3 if hvd.rank() == last else hvd.rank() % 2):
@@ -171,7 +165,7 @@ def case_who_joined_last_has_the_model() -> None:
         assert hvd.join() == hvd.size() - 1, "nobody has called anything"
 
 
-def case_a_call_in_progress_is_ended_before_all_have_joined() -> None:
+def case_a_call_in_progress_is_ended_before_all_have_joined():
     if hvd.rank() == 1:
         handles = [hvd.allreduce_async(torch.ones(2), op=op) for op in (hvd.Sum, hvd.Min)]
         assert hvd.join() == 1
@@ -180,7 +174,7 @@ def case_a_call_in_progress_is_ended_before_all_have_joined() -> None:
         assert hvd.join() == 1
 
 
-def case_a_joined_ranks_data_is_not_made_up() -> None:
+def case_a_joined_ranks_data_is_not_made_up():
     if hvd.rank() == 0:
         hvd.join()
     else:
@@ -200,7 +194,7 @@ def case_a_joined_ranks_data_is_not_made_up() -> None:
         assert hvd.allgather(torch.tensor([1]), name="rows").tolist() == [1] * hvd.size()
 
 
-def case_a_name_twice_first_here_then_there() -> None:
+def case_a_name_twice_first_here_then_there():
     """As Horovod's own tests do: how many are refused is a matter of time."""
     for turn in range(2):
         if (hvd.rank() == 0) == (turn == 0):

@@ -1,13 +1,10 @@
 """Calls of the Horovod interface, as one of three ranks; `horovod_rank` runs each function."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import OrderedDict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,15 +14,12 @@ import worker_client.horovod as hvd
 import worker_client.horovod.torch as horovods
 from reducer.errors import ConfigError, MismatchError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 SIZE = 3
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.int32, torch.int64, torch.uint8),
 )
-FOLDS: dict[hvd.Op, Callable[[torch.Tensor], torch.Tensor]] = {
+FOLDS = {
     hvd.Sum: lambda values: values.sum(0),
     hvd.Min: lambda values: values.amin(0),
     hvd.Max: lambda values: values.amax(0),
@@ -34,17 +28,17 @@ FOLDS: dict[hvd.Op, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def mine(dtype: torch.dtype = torch.float32, rank: int | None = None) -> torch.Tensor:
+def mine(dtype=torch.float32, rank=None):
     """Small whole numbers, others at every rank; no result overflows or is rounded."""
     at = hvd.rank() if rank is None else rank
     return torch.tensor([[3, 6], [9, 0]], dtype=dtype) + 3 * (at % 2)
 
 
-def everybodys(dtype: torch.dtype) -> torch.Tensor:
+def everybodys(dtype):
     return torch.stack([mine(dtype, rank) for rank in range(SIZE)]).double()
 
 
-def case_places() -> None:
+def case_places():
     assert hvd.is_initialized()
     assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (SIZE, SIZE, 1)
     assert (hvd.local_rank(), hvd.cross_rank(), hvd.is_homogeneous()) == (hvd.rank(), 0, True)
@@ -53,7 +47,7 @@ def case_places() -> None:
         hvd.init(comm=[0, 1])
 
 
-def case_every_op_of_every_dtype() -> None:
+def case_every_op_of_every_dtype():
     for dtype in DTYPES:
         for op, fold in FOLDS.items():
             given = mine(dtype)
@@ -66,14 +60,14 @@ def case_every_op_of_every_dtype() -> None:
             assert torch.equal(reduced, expected), (op, dtype, reduced, expected)
 
 
-def case_averages_of_integers_are_cut() -> None:
+def case_averages_of_integers_are_cut():
     assert hvd.allreduce(torch.tensor([hvd.rank(), -hvd.rank() - 1])).tolist() == [1, -2]
     assert hvd.allreduce(torch.tensor([hvd.rank() * 2, -2])).tolist() == [2, -2]
     assert hvd.allreduce(torch.tensor([-hvd.rank() * 2 + 1])).tolist() == [-1]
     assert hvd.allreduce(torch.tensor([-hvd.rank()]), postscale_factor=0.75).tolist() == [0]
 
 
-def case_in_place() -> None:
+def case_in_place():
     tensor = mine().t()  # not contiguous
     assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
     assert torch.equal(tensor, everybodys(torch.float32).sum(0).float().t())
@@ -82,7 +76,7 @@ def case_in_place() -> None:
     assert torch.equal(weight.detach(), everybodys(torch.float32).amax(0).float())
 
 
-def case_many_at_once() -> None:
+def case_many_at_once():
     handles = [
         hvd.allreduce_async(torch.full((at + 1,), float(hvd.rank())), op=hvd.Sum)
         for at in range(30)
@@ -100,7 +94,7 @@ def case_many_at_once() -> None:
         hvd.synchronize(7)
 
 
-def case_factors_and_older_arguments() -> None:
+def case_factors_and_older_arguments():
     scaled = hvd.allreduce(mine(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     assert torch.equal(scaled, 2 * everybodys(torch.float32).sum(0).float())
     assert torch.equal(hvd.allreduce(mine(), False), everybodys(torch.float32).sum(0).float())
@@ -116,7 +110,7 @@ def case_factors_and_older_arguments() -> None:
         hvd.allreduce(mine().to_sparse())
 
 
-def case_compression() -> None:
+def case_compression():
     fine = torch.tensor([1.0 + 2.0**-9, 1.0 + 2.0**-12, 1e5, -3.0])
     for compressor, wire in (
         (hvd.Compression.fp16, torch.float16),
@@ -130,8 +124,8 @@ def case_compression() -> None:
     assert torch.equal(hvd.allreduce(fine, compression=hvd.Compression.none), fine)
 
 
-def case_groups() -> None:
-    def given() -> list[torch.Tensor]:
+def case_groups():
+    def given():
         return [mine(), mine(torch.int32), mine(torch.float32).t() + 1, torch.tensor(1.0)]
 
     expected = [sum(tensors) for tensors in zip(*[
@@ -151,10 +145,10 @@ def case_groups() -> None:
         hvd.grouped_allreduce([])
 
 
-def case_gradients_pass_through() -> None:
+def case_gradients_pass_through():
     rank = hvd.rank()
 
-    def gradient(call: Callable[[torch.Tensor], torch.Tensor], rows: int = 2) -> list[float]:
+    def gradient(call, rows=2):
         x = torch.ones(rows, requires_grad=True)
         result = call(x)
         (result * (torch.arange(float(len(result))) + 1 + rank)).sum().backward()
@@ -175,7 +169,7 @@ def case_gradients_pass_through() -> None:
         hvd.allreduce(x, op=hvd.Max).sum().backward()
 
 
-def case_allgather() -> None:
+def case_allgather():
     rank = hvd.rank()
     rows = torch.arange(rank * 2.0).reshape(rank, 2) + 10 * rank  # none of rank 0
     expected = torch.tensor([[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]])
@@ -192,7 +186,7 @@ def case_allgather() -> None:
             hvd.allgather(odd)
 
 
-def case_a_gather_does_not_wait() -> None:
+def case_a_gather_does_not_wait():
     rank = hvd.rank()
     if rank == 0:
         early = hvd.allgather_async(torch.tensor([[rank]]), name="early")
@@ -215,7 +209,7 @@ def case_a_gather_does_not_wait() -> None:
     assert [one.tolist() for one in hvd.synchronize(both)] == [[0, 1, 2], [[1.0, 1.0]] * 3]
 
 
-def case_alltoall() -> None:
+def case_alltoall():
     rank = hvd.rank()
     mine = torch.tensor([[10.0 * rank + to, to] for to in range(SIZE)])
     expected = [[10.0 * sender + rank, rank] for sender in range(SIZE)]
@@ -252,7 +246,7 @@ def case_alltoall() -> None:
         hvd.alltoall(torch.ones(3, 2 + rank))
 
 
-def case_reducescatter() -> None:
+def case_reducescatter():
     rank = hvd.rank()
     rows = torch.arange(8.0).reshape(4, 2)
     shares = [rows[:2], rows[2:3], rows[3:]]
@@ -279,7 +273,7 @@ def case_reducescatter() -> None:
         hvd.grouped_reducescatter([rows, torch.tensor(1.0)])
 
 
-def case_sparse_allreduce() -> None:
+def case_sparse_allreduce():
     rank = hvd.rank()
     dense = torch.zeros(5, 2)
     dense[rank] = 6.0
@@ -297,7 +291,7 @@ def case_sparse_allreduce() -> None:
             hvd.sparse_allreduce_async(refused, "n", op)
 
 
-def case_process_sets() -> None:
+def case_process_sets():
     rank = hvd.rank()
     outer = hvd.add_process_set([2, 0])
     inner = hvd.add_process_set(hvd.ProcessSet([1]))
@@ -340,7 +334,7 @@ def case_process_sets() -> None:
     assert hvd.remove_process_set(outer) is True
 
 
-def case_process_sets_come_and_go() -> None:
+def case_process_sets_come_and_go():
     rank = hvd.rank()
     outer, inner = hvd.add_process_set([0, 2]), hvd.add_process_set([1])
     assert hvd.remove_process_set(inner) is True
@@ -362,7 +356,7 @@ def case_process_sets_come_and_go() -> None:
     hvd.init(process_sets="dynamic")
 
 
-def case_process_sets_that_cannot_be() -> None:
+def case_process_sets_that_cannot_be():
     kept = hvd.add_process_set([0, 1])
     for wrong, message in (
         ([0, 3], r"ranks \[3\] are not in a world of size 3"),
@@ -387,7 +381,7 @@ def case_process_sets_that_cannot_be() -> None:
         assert hvd.remove_process_set(one) is True
 
 
-def case_broadcast() -> None:
+def case_broadcast():
     rank = hvd.rank()
     for dtype in (*DTYPES, torch.bool, torch.complex64, torch.int16):
         given = torch.tensor([[rank, 1], [0, 7]]).to(dtype)
@@ -409,7 +403,7 @@ def case_broadcast() -> None:
         hvd.broadcast(odd, 3)
 
 
-def case_parameters() -> None:
+def case_parameters():
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     model(torch.randn(5, 3))
@@ -428,9 +422,9 @@ def case_parameters() -> None:
         hvd.broadcast_parameters({"epoch": 3}, 0)
 
 
-def case_objects() -> None:
+def case_objects():
     rank = hvd.rank()
-    thing: Any = {
+    thing = {
         "epoch": 3,
         7: (1, 2.5, None, True),
         "list": [b"\0\xff", bytearray(b"x"), {"a"}, frozenset({1})],
@@ -456,7 +450,7 @@ def case_objects() -> None:
     assert arrays[5] != arrays[5]
     assert hvd.allgather_object({"rank": rank}) == [{"rank": at} for at in range(SIZE)]
     assert hvd.allgather_object(["x"] * rank, name="x") == [[], ["x"], ["x", "x"]]
-    circle: list[Any] = []
+    circle = []
     circle.append(circle)
     for refused, message in ((print, "builtin_function_or_method"), (circle, "contains itself")):
         with pytest.raises(ConfigError, match=f"rank 1: .*{message}"):
@@ -465,14 +459,14 @@ def case_objects() -> None:
         hvd.allgather_object(torch.Generator() if rank == 2 else 0)
 
 
-def case_barrier_and_long_names() -> None:
+def case_barrier_and_long_names():
     hvd.barrier()
     names = ["é" * 200 + str(at) for at in range(2)]
     handles = [hvd.allreduce_async(torch.tensor([at]), name=names[at], op=hvd.Sum) for at in (0, 1)]
     assert [hvd.synchronize(handle).item() for handle in handles] == [0, 3]
 
 
-def case_what_is_missing_says_so() -> None:
+def case_what_is_missing_says_so():
     for module in (hvd, horovods):
         assert module.nccl_built() is False
     assert horovods.allreduce is hvd.allreduce
@@ -485,7 +479,7 @@ def case_what_is_missing_says_so() -> None:
         _ = hvd.allreduce_sync
 
 
-def case_a_timeline() -> None:
+def case_a_timeline():
     with TemporaryDirectory() as folder:
         hvd.start_timeline(f"{folder}/timeline.json", mark_cycles=True)
         hvd.allreduce(torch.ones(5), name="shown")
@@ -503,7 +497,7 @@ def case_a_timeline() -> None:
         assert [any("shown" in name for name in names) for names in shown] == [True]
 
 
-def case_leaving_and_coming_back() -> None:
+def case_leaving_and_coming_back():
     for _ in range(2):
         hvd.shutdown()
         assert not hvd.is_initialized()

@@ -4,8 +4,6 @@ Started by test_horovod as `python -m tests.integration.horovod_rank MODULE` wit
 environment.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback
@@ -14,9 +12,9 @@ import worker_client.horovod as hvd
 from tests.ranks import case_names, write_result
 
 
-def main(module: str) -> None:
+def main(module):
     hvd.init()
-    went: dict[str, str] = {}
+    went = {}
     cases = importlib.import_module(module)
     for name in case_names(module):
         try:

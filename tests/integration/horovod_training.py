@@ -3,11 +3,8 @@
 What an optimizer comes to is compared to the same training whose gradients Gloo adds up.
 """
 
-from __future__ import annotations
-
 import hashlib
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +20,7 @@ STEPS = 6
 class Net(torch.nn.Module):
     """Two layers, one that is frozen, one that is never used, and one that rank 0 alone uses."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first = torch.nn.Linear(8, 16)
@@ -32,25 +29,25 @@ class Net(torch.nn.Module):
         self.unused = torch.nn.Linear(2, 2)
         self.at_rank_0 = torch.nn.Linear(16, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         hidden = torch.tanh(self.frozen(torch.tanh(self.first(x))))
         return self.last(hidden) + (self.at_rank_0(hidden) if hvd.rank() == 0 else 0)
 
 
-def batch(step: int) -> torch.Tensor:
+def batch(step):
     return torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * hvd.rank() + step))
 
 
-def loss_of(net: torch.nn.Module, step: int) -> torch.Tensor:
+def loss_of(net, step):
     x = batch(step)
     return (net(x) - x.sum(1, keepdim=True)).square().mean()
 
 
-def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+def sgd(net):
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
-def add_up(net: torch.nn.Module, *, average: bool = True, active: bool = True) -> None:
+def add_up(net, *, average=True, active=True):
     """Do by hand, over Gloo, what the optimizer shall do."""
     for parameter in net.parameters():
         if not parameter.requires_grad:
@@ -63,7 +60,7 @@ def add_up(net: torch.nn.Module, *, average: bool = True, active: bool = True) -
             parameter.grad.copy_(total / SIZE if average else total)
 
 
-def train_by_hand(*, average: bool = True, passes: int = 1, clip: bool = False) -> Net:
+def train_by_hand(*, average=True, passes=1, clip=False):
     net = Net()
     optimizer = sgd(net)
     for step in range(STEPS):
@@ -77,7 +74,7 @@ def train_by_hand(*, average: bool = True, passes: int = 1, clip: bool = False) 
     return net
 
 
-def train(net: Net, optimizer: Any, *, passes: int = 1) -> Net:
+def train(net, optimizer, *, passes=1):
     for step in range(STEPS):
         optimizer.zero_grad()
         for at in range(passes):
@@ -86,22 +83,22 @@ def train(net: Net, optimizer: Any, *, passes: int = 1) -> Net:
     return net
 
 
-def weights(net: torch.nn.Module) -> torch.Tensor:
+def weights(net):
     return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
-def assert_alike(net: torch.nn.Module, other: torch.nn.Module, rtol: float = 1e-5) -> None:
+def assert_alike(net, other, rtol=1e-5):
     torch.testing.assert_close(weights(net), weights(other), rtol=rtol, atol=1e-6)
     digest = hashlib.sha256(weights(net).numpy().tobytes()).hexdigest()
     assert len(set(hvd.allgather_object(digest))) == 1
 
 
-def wrapped(net: Net, **options: Any) -> Any:
+def wrapped(net, **options):
     options.setdefault("named_parameters", net.named_parameters())
     return hvd.DistributedOptimizer(sgd(net), **options)
 
 
-def case_averages() -> None:
+def case_averages():
     reference = train_by_hand()
     for options in (
         {},
@@ -119,12 +116,12 @@ def case_averages() -> None:
     assert_alike(train(net, wrapped(net, groups=listed)), reference)
 
 
-def case_sums() -> None:
+def case_sums():
     net = Net()
     assert_alike(train(net, wrapped(net, op=hvd.Sum)), train_by_hand(average=False), 1e-4)
 
 
-def case_compressed() -> None:
+def case_compressed():
     reference = train_by_hand()
     for compressor, tolerance in ((hvd.Compression.fp16, 5e-3), (hvd.Compression.bf16, 5e-2)):
         for groups in (None, 2):
@@ -137,7 +134,7 @@ def case_compressed() -> None:
             assert_alike(net, net)
 
 
-def case_several_backward_passes() -> None:
+def case_several_backward_passes():
     reference = train_by_hand(passes=2)
     net = Net()
     assert_alike(train(net, wrapped(net, backward_passes_per_step=2), passes=2), reference)
@@ -150,7 +147,7 @@ def case_several_backward_passes() -> None:
     assert_alike(train(net, wrapped(net, backward_passes_per_step=3), passes=2), reference)
 
 
-def case_clipping() -> None:
+def case_clipping():
     net = Net()
     optimizer = wrapped(net)
     for step in range(STEPS):
@@ -163,7 +160,7 @@ def case_clipping() -> None:
     assert_alike(net, train_by_hand(clip=True))
 
 
-def case_schedulers_and_closures() -> None:
+def case_schedulers_and_closures():
     net, other = Net(), Net()
     plain = sgd(other)
     before = torch.optim.lr_scheduler.StepLR(plain, 1)  # made for the optimizer that is given
@@ -172,7 +169,7 @@ def case_schedulers_and_closures() -> None:
     assert isinstance(optimizer, torch.optim.SGD)
     assert type(optimizer).__name__ == "SGD"
 
-    def closure() -> torch.Tensor:
+    def closure():
         optimizer.zero_grad()
         loss = loss_of(other, 0)
         loss.backward()
@@ -190,7 +187,7 @@ def case_schedulers_and_closures() -> None:
     assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
 
 
-def case_sparse_gradients() -> None:
+def case_sparse_gradients():
     rows = torch.tensor([[0, 1], [1, 2], [3, 1]])[hvd.rank()]
     for as_dense in (False, True):
         for op in (hvd.Average, hvd.Sum):
@@ -207,7 +204,7 @@ def case_sparse_gradients() -> None:
             torch.testing.assert_close(1 - table.weight[:, 0], expected)
 
 
-def case_an_optimizer_of_some_ranks() -> None:
+def case_an_optimizer_of_some_ranks():
     rank = hvd.rank()
     some = hvd.add_process_set([0, 2])
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -230,7 +227,7 @@ def case_an_optimizer_of_some_ranks() -> None:
     assert plain.param_groups[0]["params"][1].grad is None
 
 
-def case_batches_of_all_ranks_are_normalized_together() -> None:
+def case_batches_of_all_ranks_are_normalized_together():
     rank, sizes = hvd.rank(), [2, 5, 3]
     torch.manual_seed(4)
     for rest, momentum, dtype in (
@@ -265,7 +262,7 @@ def case_batches_of_all_ranks_are_normalized_together() -> None:
         ours(torch.ones(int(rank == 1), 4))
 
 
-def case_new_parameters() -> None:
+def case_new_parameters():
     net, late = Net(), torch.nn.Parameter(torch.zeros(3))
     optimizer = wrapped(net)
     optimizer.add_param_group({"params": [late]})
@@ -274,7 +271,7 @@ def case_new_parameters() -> None:
     torch.testing.assert_close(late.detach(), torch.full((3,), -0.05))
 
 
-def case_optimizer_state() -> None:
+def case_optimizer_state():
     for make in (
         lambda net: torch.optim.Adam(net.parameters(), lr=0.1 / (hvd.rank() + 1), amsgrad=True),
         sgd,
@@ -298,7 +295,7 @@ def case_optimizer_state() -> None:
         hvd.broadcast_optimizer_state(torch.optim.LBFGS(Net().parameters()), 0)
 
 
-def case_misuse() -> None:
+def case_misuse():
     net = Net()
     optimizer = wrapped(net)
     loss_of(net, 0).backward()
@@ -331,13 +328,13 @@ def case_misuse() -> None:
         hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()))
 
 
-def case_an_optimizer_that_is_gone_reduces_nothing() -> None:
+def case_an_optimizer_that_is_gone_reduces_nothing():
     net = Net()
     wrapped(net)  # and dropped
     assert_alike(train(net, wrapped(net)), train_by_hand())
 
 
-def train_unevenly_by_hand(steps: int) -> Net:
+def train_unevenly_by_hand(steps):
     net = Net()
     optimizer = sgd(net)
     for step in range(2 * SIZE):
@@ -349,7 +346,7 @@ def train_unevenly_by_hand(steps: int) -> Net:
     return net
 
 
-def case_ranks_begin_a_step_at_different_moments() -> None:
+def case_ranks_begin_a_step_at_different_moments():
     parameter = torch.nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
     if hvd.rank() > 0:
@@ -359,7 +356,7 @@ def case_ranks_begin_a_step_at_different_moments() -> None:
     assert parameter.tolist() == [-2.0, -2.0]
 
 
-def case_uneven_batches() -> None:
+def case_uneven_batches():
     rank = hvd.rank()
     for options in ({}, {"groups": 2, "compression": hvd.Compression.none}):
         reference = train_unevenly_by_hand(2 + 2 * rank)
@@ -385,7 +382,7 @@ def case_uneven_batches() -> None:
     assert hvd.join(hvd.local_rank()) == SIZE - 1  # as scripts for GPUs write
 
 
-def case_after_shutdown_calls_are_refused() -> None:
+def case_after_shutdown_calls_are_refused():
     hvd.shutdown()
     hvd.shutdown()  # a second time does nothing
     with pytest.raises(ConfigError, match=r"call hvd\.init\(\) first"):

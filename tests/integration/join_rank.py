@@ -5,14 +5,11 @@ with REDUCTION_JOIN=1. Every step it says which ranks an all-reduce was over, wh
 have and what the loss is.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,9 +25,6 @@ from worker_client import elastic
 from worker_client.communicators.elastic import ADMISSION, ElasticCommunicator
 from worker_client.communicators.reconcile import Reconciliation
 
-if TYPE_CHECKING:
-    from worker_client.communicators.replay_log import Entry
-
 PROCESS = int(
     os.environ.get("PROCESS") or os.environ["RANK"]
 )  # who joins gets a rank of the job's, perhaps another one
@@ -38,18 +32,18 @@ MOST_RANKS = 256
 BATCH = 120  # over all ranks
 
 
-def say(event: str, **values: Any) -> None:
+def say(event, **values):
     sys.stdout.write(json.dumps({"event": event, "process": PROCESS, **values}) + "\n")
     sys.stdout.flush()
 
 
-def listen(stop_at: list[int]) -> None:
+def listen(stop_at):
     line = sys.stdin.readline()
     if line:
         stop_at.append(int(line))
 
 
-def contributors(client: worker_client.Client, name: str | None) -> list[int]:
+def contributors(client, name):
     """Which ranks an all-reduce is over: each contributes a one at its own place."""
     ones = np.zeros(MOST_RANKS, np.int64)
     ones[client.rank] = 1
@@ -57,9 +51,9 @@ def contributors(client: worker_client.Client, name: str | None) -> list[int]:
     return [int(rank) for rank in np.flatnonzero(ones)] if ones.max() == 1 else [-1]
 
 
-def train(stop_at: list[int]) -> None:
+def train(stop_at):
     client = worker_client.init(on_rank_lost="continue")
-    changes: list[tuple[list[int], list[int], list[int]]] = []
+    changes = []
     client.on_membership(lambda change: changes.append(tuple(map(list, change))))
     # Process groups cannot grow: each rank has one of its own.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -108,11 +102,11 @@ def train(stop_at: list[int]) -> None:
 LOST = RankLostError("rank 2 is lost", rank=2)
 
 
-def miss_the_admission(*processes: int) -> None:
+def miss_the_admission(*processes):
     """Have some ranks not hear that another one joins, until a rank is lost."""
     ended = ElasticCommunicator._attempt_ended
 
-    def end_badly(self: ElasticCommunicator, entry: Entry, error: Any) -> None:
+    def end_badly(self, entry, error):
         asked = entry.operation
         if asked.name == ADMISSION and asked.view[0] and error is None and PROCESS in processes:
             say("missed")
@@ -124,11 +118,11 @@ def miss_the_admission(*processes: int) -> None:
     ElasticCommunicator._attempt_ended = end_badly
 
 
-def miss_the_meeting() -> None:
+def miss_the_meeting():
     """Have rank 1 not hear the last result of the meeting of four, until a rank is lost."""
     run = Reconciliation.run
 
-    def run_and_miss(self: Reconciliation, *arguments: Any) -> None:
+    def run_and_miss(self, *arguments):
         run(self, *arguments)
         if (self._me, self._ranks) == (1, 4):
             say("missed")
@@ -138,7 +132,7 @@ def miss_the_meeting() -> None:
     Reconciliation.run = run_and_miss
 
 
-def main() -> None:
+def main():
     if "MISSES" in os.environ:
         missed = os.environ["MISSES"]
         if missed == "meeting":
@@ -146,7 +140,7 @@ def main() -> None:
         else:
             miss_the_admission(*([1] if missed == "admission" else [0, 1]))
     torch.set_num_threads(1)
-    stop_at: list[int] = []
+    stop_at = []
     threading.Thread(target=listen, args=(stop_at,), daemon=True).start()
     train(stop_at)
     dist.destroy_process_group()

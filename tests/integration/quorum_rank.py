@@ -4,8 +4,6 @@ Started as ``python -m tests.integration.quorum_rank SETTINGS`` (JSON, see `Sett
 launcher's usual environment.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -46,7 +44,7 @@ class Settings(NamedTuple):
     delay: int = 0
 
 
-def main() -> None:
+def main():
     """Train, and write what came of it."""
     settings = Settings(**json.loads(sys.argv[1]))
     store = TCPStore("127.0.0.1", settings.port, is_master=False)
@@ -63,11 +61,11 @@ def main() -> None:
         store=store,
     )
     chance = torch.Generator().manual_seed(client.rank)
-    digests: dict[str, str] = {}
-    waits: list[tuple[float, float]] = []
-    errors: list[str] = []
+    digests = {}
+    waits = []
+    errors = []
 
-    def note() -> None:
+    def note():
         for fragment in outer._fragments:
             key = f"{fragment._number}.{fragment._made}"
             common = torch.cat([fragment.outer, fragment._velocity])

@@ -1,7 +1,5 @@
 """One rank of three whose group is given other members, again and again, by torch's own calls."""
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import timedelta
@@ -24,18 +22,18 @@ STORE = dist.TCPStore(
 reductions = 0
 
 
-def handles(topic: str, size: int = SIZE) -> list[str]:
+def handles(topic, size=SIZE):
     """Exchange handles with all processes, as a launcher would."""
     STORE.set(f"{topic}/{RANK}", dist._get_reconfigure_handle())
     return [STORE.get(f"{topic}/{rank}").decode() for rank in range(size)]
 
 
-def become(uuid: int, members: list[str] | set[str]) -> None:
+def become(uuid, members):
     dist._reconfigure(uuid, members, timeout=timedelta(seconds=30)).wait()
     assert dist.get_world_size() == len(members)
 
 
-def check(size: int) -> None:
+def check(size):
     """All-reduce, through reducers if there is anybody else, and let Gloo do its part."""
     global reductions  # noqa: PLW0603 (of this process)
     tensor = torch.full((5,), dist.get_rank() + 1.0)
@@ -50,7 +48,7 @@ def check(size: int) -> None:
         reductions += client.bytes_reduced > 0
 
 
-def main() -> None:
+def main():
     dist.init_process_group(
         "reduction",
         store=dist.PrefixStore("group", STORE),

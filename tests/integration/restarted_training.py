@@ -7,8 +7,6 @@ rank kills itself in KILL_IN_STEP, unless it was started again. It needs no proc
 torch's: ranks, job and generation are what torchrun says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -24,7 +22,7 @@ CHECKPOINT_EVERY = 4
 SIZE = 50_000
 
 
-def main(folder: Path, kill: int) -> None:
+def main(folder, kill):
     client = worker_client.init()
     rank = client.rank
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

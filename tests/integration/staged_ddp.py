@@ -4,8 +4,6 @@ Started by test_staged_ddp as `python -m tests.integration.staged_ddp cuda|slow`
 environment; `slow` is the tests' own device, which needs no GPU.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 import time
@@ -23,13 +21,13 @@ from worker_client.staging import device, split_call
 STEPS = 20
 
 
-def slow(of: torch.device) -> SlowDevice:
+def slow(of):
     assert of.type == "cpu"
     dice = random.Random(dist.get_rank())
     return SlowDevice(lambda _way, _number: time.sleep(dice.choice([0, 0, 0.002])))
 
 
-def build(on: str, reduction: bool) -> DistributedDataParallel:
+def build(on, reduction):
     torch.manual_seed(0)
     layers = torch.nn.Sequential(
         torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 40), torch.nn.Linear(40, 1)
@@ -40,7 +38,7 @@ def build(on: str, reduction: bool) -> DistributedDataParallel:
     return ddp
 
 
-def train(on: str, reduction: bool) -> list[float]:
+def train(on, reduction):
     ddp = build(on, reduction)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=0.9)
     torch.manual_seed(100 + dist.get_rank())
@@ -56,7 +54,7 @@ def train(on: str, reduction: bool) -> list[float]:
     return [*losses, *weights.tolist()]
 
 
-def late(on: str) -> list[str]:
+def late(on):
     """A slow rank makes backward() raise a typed error at every rank; the next step works."""
     ddp = build(on, reduction=True)
     client = worker_client.init()
@@ -75,10 +73,10 @@ def late(on: str) -> list[str]:
     return seen
 
 
-def broken() -> str:
+def broken():
     """A device that fails ends the backward pass, whatever DDP makes of the error."""
 
-    def before(_way: str, number: int) -> None:
+    def before(_way, number):
         if number == 1:
             raise DeviceError("an illegal memory access", device="slow:0")
 
@@ -93,7 +91,7 @@ def broken() -> str:
     return "no error"
 
 
-def main(kind: str) -> None:
+def main(kind):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     stock = train("cuda:0" if kind == "cuda" else "cpu", reduction=False)

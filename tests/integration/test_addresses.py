@@ -1,7 +1,5 @@
 """Where embedded reducers listen: IPv6, hosts whose own name is loopback, hosts without a way."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +25,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 
 
-def outcomes(
-    interfaces: list[str], store_host: str | None = None
-) -> list[tuple[str, ...] | ConfigError]:
+def outcomes(interfaces, store_host=None):
     """Return the reducers of a job of embedded ranks, or what each rank raised instead.
 
     Args:
@@ -39,7 +35,7 @@ def outcomes(
     dist = torch.distributed
     store = dist.TCPStore(store_host, 0, is_master=True) if store_host else dist.HashStore()
 
-    def join(rank: int) -> Client | ConfigError:
+    def join(rank):
         # A connection to such a store waits for one rank at a time.
         own = dist.TCPStore(store_host, store.port) if store_host else store
         group = Rendezvous(rank, range(len(interfaces)), own, timeout_s=20)
@@ -59,12 +55,12 @@ def outcomes(
 
 
 @pytest.fixture
-def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def several_hosts(monkeypatch):
     """Have each thread be on a host of its own, whose name has no address."""
     monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
 
 
-def outside() -> str:
+def outside():
     """Return an address of this machine that others know."""
     there = [its[0] for name, its in addresses().items() if name != "lo"]
     if not there:
@@ -74,7 +70,7 @@ def outside() -> str:
 
 @IPV6
 @pytest.mark.parametrize("impl", implementation.NAMES)
-def test_a_pool_at_an_ipv6_address(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_at_an_ipv6_address(impl, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", impl)
     with (
         reducer_here(impl=impl, bind="tcp://[::1]:0", threads=2) as server,
@@ -87,7 +83,7 @@ def test_a_pool_at_an_ipv6_address(impl: str, monkeypatch: pytest.MonkeyPatch) -
 
 @IPV6
 @pytest.mark.parametrize("impl", implementation.NAMES)
-def test_embedded_reducers_at_an_ipv6_address(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_reducers_at_an_ipv6_address(impl, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", impl)
     for reducers in outcomes(["::1", "::1"]):
         assert all(address.startswith("[::1]:") for address in reducers)
@@ -103,7 +99,7 @@ print(hvd.allreduce(torch.ones(3) * (hvd.rank() + 1), op=hvd.Sum).tolist())
 
 
 @IPV6
-def test_ranks_that_meet_at_an_ipv6_address() -> None:
+def test_ranks_that_meet_at_an_ipv6_address():
     with (
         local_pool(1) as servers,
         ranks(
@@ -113,14 +109,14 @@ def test_ranks_that_meet_at_an_ipv6_address() -> None:
         assert job.outputs() == ["[3.0, 3.0, 3.0]\n"] * 2
 
 
-def test_embedded_reducers_of_one_host_listen_on_loopback() -> None:
+def test_embedded_reducers_of_one_host_listen_on_loopback():
     for reducers in outcomes(["", ""]):
         assert all(address.startswith("127.0.0.1:") for address in reducers)
 
 
 @pytest.mark.usefixtures("several_hosts")
 @pytest.mark.parametrize("store_host", [None, "127.0.0.1"], ids=["no address", "loopback"])
-def test_a_rank_where_ranks_meet_takes_the_way_to_the_others(store_host: str | None) -> None:
+def test_a_rank_where_ranks_meet_takes_the_way_to_the_others(store_host):
     # As rank 0's host sees itself where Debian has written its name beside 127.0.1.1.
     host = outside()
     for reducers in outcomes(["", host], store_host):
@@ -128,7 +124,7 @@ def test_a_rank_where_ranks_meet_takes_the_way_to_the_others(store_host: str | N
 
 
 @pytest.mark.usefixtures("several_hosts")
-def test_ranks_meet_at_an_address_that_others_reach() -> None:
+def test_ranks_meet_at_an_address_that_others_reach():
     host = outside()
     for reducers in outcomes(["", ""], host):
         assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
@@ -136,38 +132,34 @@ def test_ranks_meet_at_an_address_that_others_reach() -> None:
 
 @pytest.mark.usefixtures("several_hosts")
 @pytest.mark.parametrize("interfaces", [["", ""], ["", "lo"], ["lo", ""]])
-def test_loopback_is_refused_between_hosts_at_every_rank(interfaces: list[str]) -> None:
+def test_loopback_is_refused_between_hosts_at_every_rank(interfaces):
     for error in outcomes(interfaces, "127.0.0.1"):
         assert isinstance(error, ConfigError)
         assert "other hosts cannot reach 127.0.0.1: set REDUCTION_INTERFACE" in str(error)
 
 
 @pytest.mark.usefixtures("several_hosts")
-def test_a_bind_address_that_other_hosts_cannot_reach_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bind_address_that_other_hosts_cannot_reach_is_refused(monkeypatch):
     monkeypatch.setenv("REDUCTION_BIND", "tcp://127.0.0.1:0")
     for error in outcomes(["", ""], outside()):
         assert "other hosts cannot reach 127.0.0.1" in str(error)
 
 
 @pytest.mark.usefixtures("several_hosts")
-def test_a_bind_address_that_is_every_one_means_the_one_on_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bind_address_that_is_every_one_means_the_one_on_the_way(monkeypatch):
     host = outside()
     monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:0")
     for reducers in outcomes(["", ""], host):
         assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
 
 
-def test_a_rank_with_a_wrong_interface_keeps_nobody_waiting() -> None:
+def test_a_rank_with_a_wrong_interface_keeps_nobody_waiting():
     first, second = outcomes(["", "nowhere9"])
     assert "REDUCTION_INTERFACE: no interface" in str(second)
     assert str(first) == f"rank 1: {second}"
 
 
-def test_a_rank_whose_port_is_taken_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_port_is_taken_keeps_nobody_waiting(monkeypatch):
     port = free_port()
     monkeypatch.setenv("REDUCTION_BIND", f"tcp://127.0.0.1:{port}")
     errors = [str(error) for error in outcomes(["", ""])]

@@ -1,10 +1,7 @@
 """The guarantee: every rank gets the oracle's bits, whatever the pool, the chunks or the kernel."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import combinations, product
-from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +11,6 @@ from reducer import kernels
 from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import joined, local_pool
 from tests.integration.calls import reduced
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-    from worker_client.client.client import Client
 
 WORLD_SIZES = range(1, 10)
 SIZES = (0, 1, 7, 1023, 65537, 10**6 + 1)  # elements
@@ -35,7 +26,7 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 
 
 
 @cache
-def pattern(dtype: DType) -> np.ndarray:
+def pattern(dtype):
     """A long row of values of one type, from which every rank's input is cut."""
     rng = np.random.default_rng(int(dtype))
     count = max(SIZES) + 1000
@@ -49,12 +40,12 @@ def pattern(dtype: DType) -> np.ndarray:
         return values.astype(np.float32).astype(NUMPY[dtype])
 
 
-def inputs(dtype: DType, size: int, world_size: int) -> list[np.ndarray]:
+def inputs(dtype, size, world_size):
     return [pattern(dtype)[101 * rank :][:size].copy() for rank in range(world_size)]
 
 
 @cache
-def oracle(dtype: DType, op: ReduceOp, size: int, world_size: int) -> bytes:
+def oracle(dtype, op, size, world_size):
     given = inputs(dtype, size, world_size)
     out = np.empty_like(given[0])
     sources = [array.view(np.uint8) for array in given]
@@ -62,14 +53,12 @@ def oracle(dtype: DType, op: ReduceOp, size: int, world_size: int) -> bytes:
     return out.tobytes()
 
 
-def clients(
-    world_size: int, servers: list[str], chunk_bytes: str
-) -> AbstractContextManager[list[Client]]:
+def clients(world_size, servers, chunk_bytes):
     job = f"bits-{world_size}-{chunk_bytes}"
     return joined(world_size, servers=servers, job=job, chunk_bytes=chunk_bytes)
 
 
-def check(members: list, dtype: DType, op: ReduceOp, size: int) -> None:
+def check(members, dtype, op, size):
     """One all-reduce of all ranks; each must end with exactly the oracle's bytes."""
     given = inputs(dtype, size, len(members))
     expected = oracle(dtype, op, size, len(members))
@@ -77,7 +66,7 @@ def check(members: list, dtype: DType, op: ReduceOp, size: int) -> None:
         assert result.tobytes() == expected, f"rank {rank} of {len(members)}: {dtype!r} {op!r}"
 
 
-def covering_array() -> list[tuple[int, int, str, list[tuple[DType, ReduceOp, int]]]]:
+def covering_array():
     """Reducers, ranks and chunks of some jobs, and the all-reduces that each makes.
 
     Every two values of any two of dtype and op, size, ranks, reducers and chunk size meet in one of
@@ -94,7 +83,7 @@ def covering_array() -> list[tuple[int, int, str, list[tuple[DType, ReduceOp, in
     return jobs
 
 
-def test_any_two_values_meet_in_the_covering_array() -> None:
+def test_any_two_values_meet_in_the_covering_array():
     met = set()
     for reducers, world_size, chunk_bytes, calls in covering_array():
         for dtype, op, size in calls:
@@ -103,7 +92,7 @@ def test_any_two_values_meet_in_the_covering_array() -> None:
     assert met >= {pair for one, other in combinations(values, 2) for pair in product(one, other)}
 
 
-def test_every_rank_gets_the_oracles_bits_in_the_covering_array() -> None:
+def test_every_rank_gets_the_oracles_bits_in_the_covering_array():
     jobs = covering_array()
     for reducers in REDUCERS:
         with local_pool(reducers) as servers:
@@ -114,7 +103,7 @@ def test_every_rank_gets_the_oracles_bits_in_the_covering_array() -> None:
 
 
 @pytest.mark.timeout(400)  # 11,664 all-reduces, some of them of 8 MB at 9 ranks
-def test_every_rank_gets_the_oracles_bits_in_all_cases() -> None:
+def test_every_rank_gets_the_oracles_bits_in_all_cases():
     done = 0
     for reducers in REDUCERS:
         with local_pool(reducers) as servers:
@@ -132,13 +121,7 @@ KERNELS_AND_LOOPS = [
 ]
 
 
-def run_again(
-    kernel: str,
-    impl: str,
-    world_sizes: Sequence[int],
-    sizes: Sequence[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def run_again(kernel, impl, world_sizes, sizes, monkeypatch):
     """Make all-reduces that a test above has made, too: each has one right result."""
     with local_pool(2, kernel=kernel) as servers:
         monkeypatch.setenv("REDUCTION_IMPL", impl)
@@ -150,13 +133,11 @@ def run_again(
 
 @pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
 def test_a_second_run_gives_the_same_bits_with_any_kernel_and_either_loop(
-    kernel: str, impl: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kernel, impl, monkeypatch
+):
     run_again(kernel, impl, (3,), (0, 7, 1023, 65537), monkeypatch)
 
 
 @pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
-def test_a_second_run_of_every_case_gives_the_same_bits(
-    kernel: str, impl: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_run_of_every_case_gives_the_same_bits(kernel, impl, monkeypatch):
     run_again(kernel, impl, (1, 3, 8), SIZES, monkeypatch)

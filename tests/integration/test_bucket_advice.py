@@ -1,9 +1,6 @@
 """Models that DDP would cut into small buckets: what `attach` says about them."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,18 +9,14 @@ from tests.conftest import joined, local_pool
 torch = pytest.importorskip("torch", reason="needs torch")
 dist = pytest.importorskip("torch.distributed", reason="needs torch.distributed")
 
+
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import worker_client  # noqa: E402
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from worker_client.client.client import Client
-
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+def client():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with local_pool(1) as servers, joined(1, servers=servers, job="advice") as clients:
@@ -36,15 +29,13 @@ LARGE = torch.nn.Linear(4096, 2600)  # 40 MiB of float32, above the default of 2
 SMALL = torch.nn.Linear(8, 8)
 
 
-def said_about(model: object, client: Client, caplog: pytest.LogCaptureFixture) -> list[str]:
+def said_about(model, client, caplog):
     with caplog.at_level(logging.WARNING, "worker_client.ddp"):
         worker_client.attach(model, client)
     return [record.getMessage() for record in caplog.records if record.name == "worker_client.ddp"]
 
 
-def test_a_large_model_in_buckets_of_the_default_size_gets_advice(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_large_model_in_buckets_of_the_default_size_gets_advice(client, caplog):
     (text,) = said_about(DistributedDataParallel(LARGE), client, caplog)
     assert "40 MiB of gradients go in buckets of 25 MiB" in text
     assert "bucket_cap_mb=64" in text
@@ -55,13 +46,11 @@ def test_a_large_model_in_buckets_of_the_default_size_gets_advice(
     [(LARGE, {"bucket_cap_mb": 64}), (LARGE, {"bucket_cap_mb": 25}), (SMALL, {})],
     ids=["large buckets", "a chosen size", "a small model"],
 )
-def test_others_get_none(
-    client: Client, caplog: pytest.LogCaptureFixture, layer: object, options: dict[str, int]
-) -> None:
+def test_others_get_none(client, caplog, layer, options):
     assert not said_about(DistributedDataParallel(layer, **options), client, caplog)
 
 
-def test_frozen_weights_do_not_count(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_frozen_weights_do_not_count(client, caplog):
     frozen = torch.nn.Linear(4096, 2600).requires_grad_(False)
     model = DistributedDataParallel(torch.nn.Sequential(frozen, torch.nn.Linear(2600, 1)))
     assert not said_about(model, client, caplog)

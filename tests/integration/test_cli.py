@@ -1,7 +1,5 @@
 """The `reducer` command: what it says, how it ends, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -25,7 +23,7 @@ from worker_client.client.bootstrap import connect
 COMMAND = str(Path(sys.executable).with_name("reducer"))
 
 
-def fails(*arguments: str) -> str:
+def fails(*arguments):
     """Run `reducer serve` with arguments that it must refuse, and return what it says."""
     done = run_command(COMMAND, "serve", *arguments)
     assert done.returncode == 2
@@ -46,23 +44,23 @@ def fails(*arguments: str) -> str:
         (("--no-such-flag",), "No such option"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: tuple[str, ...], says: str) -> None:
+def test_what_is_wrong_is_said(arguments, says):
     assert says in fails(*arguments)
 
 
 @pytest.mark.parametrize("command", ["reducer", "worker-client"])
-def test_both_commands_say_their_version(command: str) -> None:
+def test_both_commands_say_their_version(command):
     done = run_command(str(Path(COMMAND).with_name(command)), "--version")
     assert (done.returncode, done.stdout) == (0, f"{command} {reducer.__version__}\n")
 
 
-def test_a_taken_port() -> None:
+def test_a_taken_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "the port is taken" in fails("--bind", f"tcp://127.0.0.1:{port}")
 
 
-def test_the_module_is_the_command() -> None:
+def test_the_module_is_the_command():
     with serving() as (process, address, _):
         assert address.startswith("127.0.0.1:")
         process.terminate()
@@ -70,13 +68,13 @@ def test_the_module_is_the_command() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
+def test_a_signal_in_the_middle_ends_it_in_time(number):
     # The job has no other reducer.
     with serving("--drain-timeout", 1, command=[COMMAND], stderr=subprocess.PIPE) as served:
         process, address, _ = served
         common = {"servers": address, "world_size": 2, "job": "signalled"}
         with connect(rank=0, **common) as zero, connect(rank=1, **common) as one:
-            error: ReductionError | None = None
+            error = None
             for step in range(1_000_000):
                 works = [client.all_reduce(np.ones(50_000)) for client in (zero, one)]
                 if step == 100:
@@ -96,7 +94,7 @@ def test_a_signal_in_the_middle_ends_it_in_time(number: signal.Signals) -> None:
         assert f"goes on for job 'signalled' for {grace} at most" in process.stderr.read()
 
 
-def test_lines_for_programs() -> None:
+def test_lines_for_programs():
     given = ("--http", "0", "--log-format", "json")  # those on standard output are such as well
     with serving(*given, stderr=subprocess.PIPE) as (process, address, http):
         assert http.startswith("127.0.0.1:")
@@ -115,20 +113,20 @@ def test_lines_for_programs() -> None:
     assert lines[-1]["contributions"] == 0
 
 
-def test_an_error_is_a_line_for_programs_as_well() -> None:
+def test_an_error_is_a_line_for_programs_as_well():
     said = run_command(COMMAND, "serve", "--log-format", "json", "--bind", "nowhere")
     (line,) = map(json.loads, said.stderr.splitlines())
     assert (said.returncode, said.stdout, line["level"]) == (2, "", "error")
     assert line["event"].startswith("bind:")
 
 
-def test_it_stops_when_standard_input_ends() -> None:
+def test_it_stops_when_standard_input_ends():
     with serving("--stop-at-eof", command=[COMMAND]) as (process, *_):
         process.stdin.close()
         assert process.wait(20) == 0
 
 
-def test_a_pool_leaves_nothing_behind() -> None:
+def test_a_pool_leaves_nothing_behind():
     others = psutil.Process().children()  # pools of other tests' fixtures
     with local_pool(3) as servers:
         assert len(set(servers)) == 3
@@ -139,7 +137,7 @@ def test_a_pool_leaves_nothing_behind() -> None:
         pass
 
 
-def test_a_pool_ends_with_its_killed_parent() -> None:
+def test_a_pool_ends_with_its_killed_parent():
     code = "import time; from reducer import local_pool\nwith local_pool(2):\n"
     code += " print(1, flush=True); time.sleep(60)"
     with subprocess.Popen(
@@ -152,6 +150,6 @@ def test_a_pool_ends_with_its_killed_parent() -> None:
     assert psutil.wait_procs(children, timeout=60)[1] == []
 
 
-def test_a_pool_that_cannot_start_says_so() -> None:
+def test_a_pool_that_cannot_start_says_so():
     with pytest.raises(ReducerLostError, match="did not start"), local_pool(1, kernel="mmx"):
         pass

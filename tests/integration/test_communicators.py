@@ -1,7 +1,5 @@
 """What every kind of communicator does, over real reducers: one suite for all of them."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading
@@ -10,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
+
 import torch.distributed as dist
 
 from bench import block8_oracle
@@ -32,18 +30,13 @@ from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
-from worker_client.communicators.node_sockets import NodeSockets, connect_node
+from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
 from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 from worker_client.runtime.service_thread import STOP_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from worker_client.communicators.communicator import Communicator
 
 KINDS = {
     "flat": FlatCommunicator,
@@ -69,15 +62,15 @@ numbers = itertools.count()
 class Board:
     """Where the ranks of a node publish what the others read."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
+    def __init__(self):
+        self.values = {}
 
-    def read(self, key: str) -> str:
+    def read(self, key):
         eventually(lambda: key in self.values)
         return self.values[key]
 
 
-def composed(kind: str, rank: int, servers: list[str], board: Board, number: int) -> Communicator:
+def composed(kind, rank, servers, board, number):
     place = arrange("0011", rank) if kind.startswith(("hier", "all")) else None
     job, size, me = f"kinds-{number}", RANKS, rank
     if place is not None:
@@ -89,13 +82,13 @@ def composed(kind: str, rank: int, servers: list[str], board: Board, number: int
         gloo = dist.ProcessGroupGloo(prefix, me, size, timedelta(seconds=20))
         group = ProcessGroup(gloo)
 
-    def meet(topic: str) -> NodeSockets:
+    def meet(topic):
         assert place is not None
 
-        def share(name: str) -> None:
+        def share(name):
             board.values[f"{number}/{topic}/{rank}"] = name
 
-        def read(other: int) -> str:
+        def read(other):
             return board.read(f"{number}/{topic}/{other}")
 
         return connect_node(place.peers, place.local_rank, share, read)
@@ -130,7 +123,7 @@ STORE = dist.HashStore()
 
 
 @contextmanager
-def four_of(kind: str, servers: list[str]) -> Iterator[list[Communicator]]:
+def four_of(kind, servers):
     board, number = Board(), next(numbers)
     with ExitStack() as stack, ThreadPoolExecutor(RANKS) as pool:
         made = list(pool.map(lambda at: composed(kind, at, servers, board, number), range(RANKS)))
@@ -143,7 +136,7 @@ def four_of(kind: str, servers: list[str]) -> Iterator[list[Communicator]]:
 
 
 @pytest.fixture(params=KINDS)
-def four(servers: list[str], request: pytest.FixtureRequest) -> Iterator[list[Communicator]]:
+def four(servers, request):
     with four_of(request.param, servers) as made:
         yield made
 
@@ -151,27 +144,27 @@ def four(servers: list[str], request: pytest.FixtureRequest) -> Iterator[list[Co
 class Asked:
     """An all-reduce, and each time that its caller was told of its end."""
 
-    def __init__(self, values: np.ndarray, timeout_s: float = 20.0, **more: Any) -> None:
+    def __init__(self, values, timeout_s=20.0, **more):
         self.values = values
-        self.ends: list[Exception | None] = []
+        self.ends = []
         view = values.view(np.uint8).data
         self.operation = Operation(
             view, DType.FLOAT32, ReduceOp.SUM, None, timeout_s, ended=self.ends.append, **more
         )
 
 
-def submit(four: list[Communicator], **more: Any) -> list[Asked]:
+def submit(four, **more):
     asked = [Asked(np.full(4, rank, np.float32), **more) for rank in range(RANKS)]
     for one, communicator in zip(asked, four, strict=True):
         communicator.submit(one.operation)
     return asked
 
 
-def await_ends(asked: list[Asked]) -> None:
+def await_ends(asked):
     eventually(lambda: all(one.ends for one in asked))
 
 
-def test_each_ends_once_with_the_sum(four: list[Communicator]) -> None:
+def test_each_ends_once_with_the_sum(four):
     asked = [one for _ in range(20) for one in submit(four)]
     await_ends(asked)
     assert all((one.values == 6).all() for one in asked)
@@ -181,7 +174,7 @@ def test_each_ends_once_with_the_sum(four: list[Communicator]) -> None:
     assert all(sum(communicator.counters) == 0 for communicator in four)
 
 
-def test_what_is_rounded_comes_back_whole(four: list[Communicator]) -> None:
+def test_what_is_rounded_comes_back_whole(four):
     asked = []
     for rank, communicator in enumerate(four):
         asked.append(Asked(np.full(3_000_000, rank / 4, np.float32), rounded=True))
@@ -191,7 +184,7 @@ def test_what_is_rounded_comes_back_whole(four: list[Communicator]) -> None:
     assert all(one.ends == [None] for one in asked)
 
 
-def in_blocks(four: list[Communicator], count: int) -> None:
+def in_blocks(four, count):
     """Sum whole numbers, exact in any order; every rank must have the oracle's bits."""
     rng = np.random.default_rng(count)
     given = [rng.integers(-127, 128, count).astype(np.float32) for _ in four]
@@ -211,13 +204,13 @@ def in_blocks(four: list[Communicator], count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_have_the_bits_of_the_specification(kind: str, servers: list[str]) -> None:
+def test_blocks_have_the_bits_of_the_specification(kind, servers):
     with four_of(kind, servers) as made:
         for count in (4096, 70_001, 3_000_001):
             in_blocks(made, count)
 
 
-def test_the_process_group_sums_blocks_as_reducers_do() -> None:
+def test_the_process_group_sums_blocks_as_reducers_do():
     with local_pool(1) as servers, four_of("fallback, blocks", servers) as made:
         in_blocks(made, 4096)
         process_of(servers[0]).kill()
@@ -226,8 +219,8 @@ def test_the_process_group_sums_blocks_as_reducers_do() -> None:
         assert all(one.counters.fallbacks >= 3 for one in made)
 
 
-def test_who_waits_leads_until_it_is_done(four: list[Communicator]) -> None:
-    def go(rank: int) -> None:
+def test_who_waits_leads_until_it_is_done(four):
+    def go(rank):
         for _ in range(20):
             asked = Asked(np.full(4, rank, np.float32))
             four[rank].submit(asked.operation)
@@ -241,7 +234,7 @@ def test_who_waits_leads_until_it_is_done(four: list[Communicator]) -> None:
         list(pool.map(go, range(RANKS)))
 
 
-def test_a_refusal_fails_the_call_everywhere_and_no_other(four: list[Communicator]) -> None:
+def test_a_refusal_fails_the_call_everywhere_and_no_other(four):
     why = refused(four[1].spec.rank, "not this one")
     asked = []
     for rank, communicator in enumerate(four):
@@ -255,11 +248,11 @@ def test_a_refusal_fails_the_call_everywhere_and_no_other(four: list[Communicato
     assert all(one.ends == [None] and (one.values == 6).all() for one in after)
 
 
-def test_in_a_callback_nobody_may_wait(four: list[Communicator]) -> None:
-    said: list[object] = []
+def test_in_a_callback_nobody_may_wait(four):
+    said = []
     asked = [Asked(np.ones(4, np.float32)) for _ in four]
 
-    def callback(error: Exception | None) -> None:
+    def callback(error):
         said.append(four[0].in_callback)
         with pytest.raises(LocalProtocolError, match="for ever"):
             four[0].wait(lambda: False, time.monotonic() + 5)
@@ -272,7 +265,7 @@ def test_in_a_callback_nobody_may_wait(four: list[Communicator]) -> None:
     assert not four[0].in_callback
 
 
-def test_stop_ends_what_is_open_and_refuses_the_rest(four: list[Communicator]) -> None:
+def test_stop_ends_what_is_open_and_refuses_the_rest(four):
     asked = [Asked(np.ones(4, np.float32)) for _ in range(5)]
     for one in asked:
         four[2].submit(one.operation)
@@ -292,11 +285,11 @@ def test_stop_ends_what_is_open_and_refuses_the_rest(four: list[Communicator]) -
     assert not late.ends
 
 
-def test_the_straggler_has_the_number_that_the_job_gives_it(four: list[Communicator]) -> None:
+def test_the_straggler_has_the_number_that_the_job_gives_it(four):
     for rank, one in enumerate(four):
         nodes = one.flat.spec.world_size < RANKS
 
-        def named(one: Communicator = one) -> int:
+        def named(one=one):
             for link in one.flat.session.links:  # until the next PING says that there is none
                 link.straggler = Straggler(1, "late", 0.5, 0.1)
             return -1 if one.straggler is None else one.straggler.rank
@@ -306,14 +299,14 @@ def test_the_straggler_has_the_number_that_the_job_gives_it(four: list[Communica
         assert named() == (2 + rank % 2 if nodes else 1)
 
 
-def test_a_straggler_is_counted_without_lost_ranks(pool: list[str]) -> None:
+def test_a_straggler_is_counted_without_lost_ranks(pool):
     with four_of("elastic", pool) as four:
         one = four[0]
         assert isinstance(one, ElasticCommunicator)
         whole = one.membership
         one.membership = replace(whole, present=(0, 2, 3))
 
-        def named() -> int:
+        def named():
             for link in one.flat.session.links:
                 link.straggler = Straggler(1, "late", 0.5, 0.1)
             return -1 if one.straggler is None else one.straggler.rank
@@ -322,7 +315,7 @@ def test_a_straggler_is_counted_without_lost_ranks(pool: list[str]) -> None:
         one.membership = whole
 
 
-def test_a_late_rank_is_named(four: list[Communicator]) -> None:
+def test_a_late_rank_is_named(four):
     asked = [Asked(np.ones(4, np.float32), 0.5) for _ in four[:3]]
     for one, communicator in zip(asked, four, strict=False):
         communicator.submit(one.operation)
@@ -332,9 +325,7 @@ def test_a_late_rank_is_named(four: list[Communicator]) -> None:
     assert all(one.ends[0] is not None for one in asked)
 
 
-def test_an_interrupted_call_is_no_other_ones(
-    four: list[Communicator],
-) -> None:
+def test_an_interrupted_call_is_no_other_ones(four):
     """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
     for line in range(1, 200):
         call, interrupted = object(), False
@@ -366,13 +357,13 @@ def test_an_interrupted_call_is_no_other_ones(
         pytest.fail("it has more lines than were tried")
 
 
-def test_stop_in_a_callback_ends_each_once_and_soon(four: list[Communicator]) -> None:
-    took: list[float] = []
+def test_stop_in_a_callback_ends_each_once_and_soon(four):
+    took = []
     asked = [Asked(np.ones(4, np.float32)) for _ in four]
     open_ = Asked(np.ones(4, np.float32))
     ends = asked[2].ends
 
-    def callback(error: Exception | None) -> None:
+    def callback(error):
         ends.append(error)
         begun = time.monotonic()
         four[2].stop()
@@ -392,7 +383,7 @@ def test_stop_in_a_callback_ends_each_once_and_soon(four: list[Communicator]) ->
 
 
 @pytest.mark.parametrize("kind", ["fallback", "elastic, fallback"])
-def test_through_the_process_group_nothing_is_kept_and_a_callback_may_stop(kind: str) -> None:
+def test_through_the_process_group_nothing_is_kept_and_a_callback_may_stop(kind):
     with local_pool(1) as servers, four_of(kind, servers) as made:
         await_ends(submit(made))
         process_of(servers[0]).kill()

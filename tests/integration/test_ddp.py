@@ -1,7 +1,5 @@
 """Real DDP, real processes: every option against Gloo, errors that leave the model usable."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
@@ -14,7 +12,7 @@ pytest.importorskip("torch", reason="needs torch")
 from tests.integration.ddp_cases import OPTIONS, SEGMENTS
 
 
-def run_cases(world_size: int, group: str, reducers: int) -> list[dict]:
+def run_cases(world_size, group, reducers):
     """Run a group of `ddp_cases` at every rank and return the results."""
     with local_pool(reducers) if reducers else nullcontext([]) as servers:
         given = environments(world_size, servers)
@@ -22,16 +20,16 @@ def run_cases(world_size: int, group: str, reducers: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def options() -> list[dict]:
+def options():
     return run_cases(2, "options", reducers=2)
 
 
 @pytest.fixture(scope="module")
-def failures() -> list[dict]:
+def failures():
     return run_cases(2, "failures", reducers=2)
 
 
-def assert_same_training(ranks: list[dict], case: str) -> None:
+def assert_same_training(ranks, case):
     for rank in ranks:
         gloo, reduction = rank[case]["gloo"], rank[case]["reduction"]
         assert len(gloo["losses"]) >= 40
@@ -41,22 +39,22 @@ def assert_same_training(ranks: list[dict], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_trains_like_gloo_with_every_option(options: list[dict], case: str) -> None:
+def test_trains_like_gloo_with_every_option(options, case):
     assert_same_training(options, case)
 
 
-def test_the_reducers_did_the_work(options: list[dict]) -> None:
+def test_the_reducers_did_the_work(options):
     # 50 steps of at least the model's 9 KiB, in eight cases and a half and a repetition.
     assert all(rank["bytes_reduced"] > 9 * 50 * 9_000 for rank in options)
 
 
-def test_a_second_run_gives_the_same_bits(options: list[dict]) -> None:
+def test_a_second_run_gives_the_same_bits(options):
     for rank in options:
         assert rank["repeat"]["reduction"] == rank["many_buckets"]["reduction"]
 
 
 @pytest.mark.parametrize("reducers", [0, 3])
-def test_three_ranks_in_fp32(reducers: int) -> None:
+def test_three_ranks_in_fp32(reducers):
     # Without servers every rank hosts a reducer: the embedded default.
     trained = run_cases(3, "fp32", reducers)
     assert_same_training(trained, "find_unused_parameters")
@@ -65,15 +63,13 @@ def test_three_ranks_in_fp32(reducers: int) -> None:
         assert left["reduction"]["losses"] == pytest.approx(left["gloo"]["losses"], rel=1e-5)
 
 
-def test_backward_raises_the_typed_error_and_the_next_step_works(failures: list[dict]) -> None:
+def test_backward_raises_the_typed_error_and_the_next_step_works(failures):
     for rank in failures:
         assert rank["errors"]["seen"] == ["ok", "ok", "ReductionTimeout (1,)", "ok", "ok"]
     assert failures[0]["errors"]["raised_after"][0] < 30
 
 
-def test_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late(
-    failures: list[dict],
-) -> None:
+def test_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late(failures):
     first, second = (rank["buffers"] for rank in failures)
     assert first["mine"] != second["mine"]
     assert first["theirs"] == second["theirs"] == first["mine"]
@@ -82,7 +78,7 @@ def test_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late(
 
 
 @pytest.mark.parametrize("kind", SEGMENTS)
-def test_backward_raises_what_failed_in_a_nested_one(failures: list[dict], kind: str) -> None:
+def test_backward_raises_what_failed_in_a_nested_one(failures, kind):
     first, second = (rank["nested_errors"] for rank in failures)
     assert first[kind]["seen"] == second[kind]["seen"] == ["", "", "MismatchError", ""]
     for step in (0, 1, 3):
@@ -90,16 +86,16 @@ def test_backward_raises_what_failed_in_a_nested_one(failures: list[dict], kind:
         assert first[kind]["digests"][step] == first["plain"]["digests"][step]
 
 
-def test_sparse_gradients_end_in_an_error_of_backward(failures: list[dict]) -> None:
+def test_sparse_gradients_end_in_an_error_of_backward(failures):
     assert all("sparse" in rank["sparse_in_hook"] for rank in failures)
 
 
-def test_an_attached_model_can_be_copied_and_saved(failures: list[dict]) -> None:
+def test_an_attached_model_can_be_copied_and_saved(failures):
     for rank in failures:
         assert [what for what, holds in rank["copies"].items() if not holds] == []
 
 
-def test_torchs_profiler_shows_each_bucket_until_its_result_is_there(failures: list[dict]) -> None:
+def test_torchs_profiler_shows_each_bucket_until_its_result_is_there(failures):
     for rank in failures:
         assert [*rank["profiled"]] == ["reduction: bucket 0"]
     early, late = (rank["profiled"]["reduction: bucket 0"] for rank in failures)
@@ -119,5 +115,5 @@ def test_torchs_profiler_shows_each_bucket_until_its_result_is_there(failures: l
         ("sub_group", "rank 0 of 1"),
     ],
 )
-def test_attach_refuses_and_names_the_fix(failures: list[dict], case: str, fix: str) -> None:
+def test_attach_refuses_and_names_the_fix(failures, case, fix):
     assert all(fix in rank["refusals"][case] for rank in failures)

@@ -3,24 +3,17 @@
 The short form of `bench.chaos`.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 
+
 from bench.chaos_blows import Blow, at_random
 from bench.chaos_run import train
 from tests.ranks import Loopback
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bench.chaos_figures import Record
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
@@ -30,7 +23,7 @@ PAUSE_S = 0.04  # leaves processors to reducers that start, and fewer steps to b
 STEPS = 480  # what most of these trainings make at most
 
 
-def run(blows: list[Blow]) -> Record:
+def run(blows):
     with Loopback(WORKERS + REDUCERS) as lab:
         return train(lab, WORKERS, blows, seed=0, pause_s=PAUSE_S)
 
@@ -38,10 +31,10 @@ def run(blows: list[Blow]) -> Record:
 class Undisturbed:
     """Weights of the training as it is without blows, made again if it must be longer."""
 
-    def __init__(self) -> None:
-        self._weights: dict[int, list[str]] = {}
+    def __init__(self):
+        self._weights = {}
 
-    def __call__(self, steps: int) -> set[str]:
+    def __call__(self, steps):
         """Return all ranks' weights after some steps."""
         if steps not in self._weights:
             with Loopback(WORKERS + 1) as lab:
@@ -50,18 +43,18 @@ class Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Undisturbed:
+def undisturbed():
     return Undisturbed()
 
 
-def assert_nothing_lost(record: Record, undisturbed: Callable[[int], set[str]]) -> None:
+def assert_nothing_lost(record, undisturbed):
     assert record.errors == {}
     assert record.digests() == undisturbed(record.least_steps)
     assert len(record.digests()) == 1
     assert max(record.durations()) < LONGEST_STALL_S
 
 
-def test_reducers_that_are_killed_and_come_back(impl: str, undisturbed: Undisturbed) -> None:
+def test_reducers_that_are_killed_and_come_back(impl, undisturbed):
     record = run(at_random(KILLS, REDUCERS, seed=0, number=signal.SIGKILL))
     assert_nothing_lost(record, undisturbed)
     assert len(record.blows) == KILLS
@@ -69,9 +62,7 @@ def test_reducers_that_are_killed_and_come_back(impl: str, undisturbed: Undistur
     assert record.totals["moved"] > 0
 
 
-def test_all_reducers_are_replaced_one_by_one_and_then_lost_but_one(
-    impl: str, undisturbed: Undisturbed
-) -> None:
+def test_all_reducers_are_replaced_one_by_one_and_then_lost_but_one(impl, undisturbed):
     # One training, as most of the time goes to starting it.
     rolling = [Blow(reducer, number=signal.SIGTERM) for reducer in range(REDUCERS)]
     lost = [Blow(reducer, comes_back=False) for reducer in (1, 0)]

@@ -1,7 +1,5 @@
 """`worker-client demo`: what it shows, how it fails, and that it leaves no process behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -11,7 +9,6 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -22,10 +19,6 @@ from tests.ranks import SETTINGS, Forked
 from tests.waits import eventually
 from worker_client.commands.demo import ranks, run
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import IO
-
 for package in run.PACKAGES:  # some tests alone import them
     if not find_spec(package):
         pytest.skip("needs the extra 'demo'", allow_module_level=True)
@@ -35,14 +28,14 @@ START_S = 150.0  # of which a machine that is idle takes a twentieth
 GONE_S = 2.0
 
 
-def session(process: psutil.Process) -> int | None:
+def session(process):
     try:
         return os.getsid(process.pid)
     except ProcessLookupError:
         return None
 
 
-def alive(process: psutil.Process) -> bool:
+def alive(process):
     # An orphan that has ended stays listed until init reaps it, which may take seconds.
     try:
         return process.status() != psutil.STATUS_ZOMBIE
@@ -50,7 +43,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def command(process: psutil.Process) -> list[str]:
+def command(process):
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:  # a zombie is one, too
@@ -60,7 +53,7 @@ def command(process: psutil.Process) -> list[str]:
 class Demo:
     """A demo in a session of its own, by which its processes are found again."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder, *options):
         self.main = subprocess.Popen(
             [*COMMAND, *options],
             cwd=folder,
@@ -73,11 +66,11 @@ class Demo:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
 
-    def finish(self) -> tuple[int, str]:
+    def finish(self):
         said, _ = self.main.communicate(timeout=200)
         return self.main.returncode, said
 
-    def processes(self, module: str | None = None) -> list[psutil.Process]:
+    def processes(self, module=None):
         """Return the processes that the demo started, those of one module if it is named."""
         return [
             process
@@ -88,7 +81,7 @@ class Demo:
             and (module is None or module in command(process))
         ]
 
-    def wait_until_it_trains(self, workers: int) -> list[psutil.Process]:
+    def wait_until_it_trains(self, workers):
         """Wait until every worker is connected to a reducer and return the workers."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.main.poll() is None:
@@ -109,7 +102,7 @@ class Demo:
             time.sleep(0.1)
         raise AssertionError(f"it did not start to train:\n{self.finish()[1]}")
 
-    def assert_nobody_is_left(self, within_s: float) -> None:
+    def assert_nobody_is_left(self, within_s):
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -117,10 +110,10 @@ class Demo:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    demos: list[Demo] = []
+def start(tmp_path):
+    demos = []
 
-    def begin(*options: str) -> Demo:
+    def begin(*options):
         demos.append(Demo(tmp_path, *options))
         return demos[-1]
 
@@ -133,22 +126,20 @@ def start(tmp_path: Path) -> Iterator[Any]:
         demo.main.stdout.close()
 
 
-def cells(said: str, row: str) -> list[str]:
+def cells(said, row):
     found = re.search(rf"│ {row} +│ +(\S.*?) │ +(\S.*?) │", said)
     assert found, said
     return [cell.strip() for cell in found.groups()]
 
 
 @pytest.fixture
-def forked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., tuple[int, str]]:
+def forked(monkeypatch, capsys, tmp_path):
     """The demo in this process, with workers that are forked: its exit code, and what it says."""
 
-    def fork(command: list[str], env: dict[str, str], **streams: IO[Any] | int) -> Forked:
+    def fork(command, env, **streams):
         return Forked(command[1:], {**env, **SETTINGS}, **streams)
 
-    def demo(**options: int) -> tuple[int, str]:
+    def demo(**options):
         code = run.demo(**options, plot_to=tmp_path / "demo-loss.png")
         return code, capsys.readouterr().out
 
@@ -158,17 +149,17 @@ def forked(
     return demo
 
 
-def test_it_trains_alike_through_reducers_and_through_gloo(forked: Any, tmp_path: Path) -> None:
+def test_it_trains_alike_through_reducers_and_through_gloo(forked, tmp_path):
     assert_alike(*forked(workers=2, reducers=2, epochs=3), tmp_path)
 
 
-def test_the_command_trains_alike(start: Any, tmp_path: Path) -> None:
+def test_the_command_trains_alike(start, tmp_path):
     demo = start("--workers", "2", "--epochs", "3")
     assert_alike(*demo.finish(), tmp_path)
     demo.assert_nobody_is_left(within_s=0)
 
 
-def assert_alike(code: int, said: str, folder: Path) -> None:
+def assert_alike(code, said, folder):
     assert code == 0, said
     accuracies = [float(cell.removesuffix(" %")) for cell in cells(said, "test accuracy")]
     assert min(accuracies) >= 95
@@ -182,7 +173,7 @@ def assert_alike(code: int, said: str, folder: Path) -> None:
     assert_two_curves(folder / "demo-loss.png")
 
 
-def assert_two_curves(path: Path) -> None:
+def assert_two_curves(path):
     from matplotlib.image import imread  # noqa: PLC0415 (takes long)
 
     picture = imread(path)
@@ -195,7 +186,7 @@ def assert_two_curves(path: Path) -> None:
         assert width > 600, "from the first step to the last"
 
 
-def test_too_little_training_is_a_failure_that_says_so(start: Any, tmp_path: Path) -> None:
+def test_too_little_training_is_a_failure_that_says_so(start, tmp_path):
     demo = start("--workers", "2", "--reducers", "0", "--epochs", "1", "--plot", "other.png")
     code, said = demo.finish()
     assert code == 1, said
@@ -207,10 +198,8 @@ def test_too_little_training_is_a_failure_that_says_so(start: Any, tmp_path: Pat
     demo.assert_nobody_is_left(within_s=0)
 
 
-def test_ranks_that_differ_are_a_failure_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def differing(workers: int, servers: list[str], spec: dict[str, Any]) -> Iterator[dict]:
+def test_ranks_that_differ_are_a_failure_that_says_so(monkeypatch, capsys, tmp_path):
+    def differing(workers, servers, spec):
         np.save(spec["weights_to"], np.zeros(3, np.float32))
         for rank in range(workers):
             yield {"event": "step", "rank": rank, "loss": 0.5, "of": 1}
@@ -227,7 +216,7 @@ def test_ranks_that_differ_are_a_failure_that_says_so(
     assert "through Gloo, the" not in said
 
 
-def test_a_worker_that_dies_is_named_and_the_others_are_stopped(start: Any) -> None:
+def test_a_worker_that_dies_is_named_and_the_others_are_stopped(start):
     demo = start("--workers", "2", "--epochs", "500", "--reducers", "1")
     victim = demo.wait_until_it_trains(workers=2)[-1]
     rank = victim.environ()["RANK"]
@@ -243,7 +232,7 @@ def test_a_worker_that_dies_is_named_and_the_others_are_stopped(start: Any) -> N
     [(signal.SIGINT, True), (signal.SIGTERM, False)],
     ids=["ctrl-c", "terminate"],
 )
-def test_it_can_be_stopped(start: Any, number: signal.Signals, to_all: bool) -> None:
+def test_it_can_be_stopped(start, number, to_all):
     demo = start("--workers", "2", "--epochs", "500", "--reducers", "1")
     workers = demo.wait_until_it_trains(workers=2)
     (os.killpg if to_all else os.kill)(demo.main.pid, number)
@@ -254,7 +243,7 @@ def test_it_can_be_stopped(start: Any, number: signal.Signals, to_all: bool) -> 
     assert "Traceback" not in said
 
 
-def test_nobody_outlives_a_killed_demo(start: Any) -> None:
+def test_nobody_outlives_a_killed_demo(start):
     demo = start("--workers", "2", "--epochs", "500", "--reducers", "1")
     demo.wait_until_it_trains(workers=2)
     demo.main.kill()
@@ -271,7 +260,7 @@ def test_nobody_outlives_a_killed_demo(start: Any) -> None:
         (["--plot", "."], "--plot . cannot be written"),
     ],
 )
-def test_wrong_options_are_one_sentence(start: Any, options: list[str], says: str) -> None:
+def test_wrong_options_are_one_sentence(start, options, says):
     code, said = start(*options).finish()
     assert code == 2
     assert said.startswith(f"worker-client: {says}")
@@ -282,7 +271,7 @@ def test_wrong_options_are_one_sentence(start: Any, options: list[str], says: st
     ("module", "package"),
     [("torch", "torch"), ("sklearn", "scikit-learn"), ("matplotlib", "matplotlib")],
 )
-def test_a_missing_package_is_named_with_the_extra(module: str, package: str) -> None:
+def test_a_missing_package_is_named_with_the_extra(module, package):
     code = (
         f"import sys; sys.modules[{module!r}] = None; sys.argv[1:] = ['demo']; "
         "from worker_client.cli import main; main()"

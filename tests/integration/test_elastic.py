@@ -1,7 +1,5 @@
 """Ranks die and the others go on: each call's result is the same everywhere, and all or nothing."""
 
-from __future__ import annotations
-
 import gc
 import math
 import random
@@ -11,7 +9,6 @@ import time
 import weakref
 from collections import defaultdict
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,11 +20,6 @@ from tests.integration.elastic_rank import IN_FLIGHT
 from tests.ranks import Loopback
 from tests.waits import eventually
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 PATIENCE_S = 60.0
@@ -37,28 +29,28 @@ MODULE = "tests.integration.elastic_rank"
 class Job:
     """Ranks that all-reduce, their reducers, and what they have said."""
 
-    def __init__(self, ranks: Ranks, pool: Pool | None, workers: int) -> None:
+    def __init__(self, ranks, pool, workers):
         self.ranks = ranks
         self.pool = pool
         self.alive = set(range(workers))
-        self.values: dict[int, dict[int, Any]] = defaultdict(dict)  # by call and rank
+        self.values = defaultdict(dict)  # by call and rank
         self.calls = [0] * workers
-        self.present: dict[int, list[int]] = {}
-        self.errors: dict[int, str] = {}
-        self.ended: set[int] = set()
+        self.present = {}
+        self.errors = {}
+        self.ended = set()
 
-    def kill(self, rank: int) -> None:
+    def kill(self, rank):
         self.alive.discard(rank)
         self.ranks.kill(rank)
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def until(self, done):
         end = time.monotonic() + PATIENCE_S
         while not done():
             if time.monotonic() > end:
                 raise self.ranks.stalled(f"calls {self.calls}, errors {self.errors}")
             self._take(self.ranks.hear(0.05))
 
-    def _take(self, said: dict[str, Any] | None) -> None:
+    def _take(self, said):
         if said is None:
             return
         rank = said["rank"]
@@ -72,25 +64,25 @@ class Job:
             self.values[said["call"]][rank] = said["value"]
             self.calls[rank] = said["call"] + 1
 
-    def progress(self, calls: int) -> None:
+    def progress(self, calls):
         goal = max(self.calls) + calls
         self.until(lambda: min(self.calls[rank] for rank in self.alive) >= goal)
 
-    def go_on(self) -> None:
+    def go_on(self):
         """Wait until those that are left have made some calls without the others."""
         self.until(lambda: all(set(self.present[rank]) == self.alive for rank in self.alive))
         self.progress(12)
 
-    def rest(self, seconds: float) -> None:
+    def rest(self, seconds):
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > end)
 
-    def finish(self) -> None:
+    def finish(self):
         self.ranks.tell(str(max(self.calls) + 40))
         self.until(lambda: self.ended >= self.alive)
         self.until(lambda: not self.ranks.running)
 
-    def memberships(self) -> Iterator[frozenset[int]]:
+    def memberships(self):
         """Whose contributions are in each call's result, after a look whether all have the same."""
         for call in sorted(self.values):
             values = {rank: self.values[call].get(rank) for rank in self.alive}
@@ -98,7 +90,7 @@ class Job:
             yield whose(call, next(iter(values.values())), len(self.calls))
 
 
-def whose(call: int, value: Any, workers: int) -> frozenset[int]:
+def whose(call, value, workers):
     assert isinstance(value, float), f"call {call}: {value}"
     for size in range(1, workers + 1):
         for ranks in combinations(range(workers), size):
@@ -108,13 +100,7 @@ def whose(call: int, value: Any, workers: int) -> frozenset[int]:
     raise AssertionError(f"call {call}: nobody's sum is {value}")
 
 
-def run(
-    workers: int,
-    reducers: int,
-    action: Callable[[Job], None],
-    module: str = MODULE,
-    rest_s: float = 0.0,
-) -> Job:
+def run(workers, reducers, action, module=MODULE, rest_s=0.0):
     with Loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:]) if reducers else None
         addresses = pool.addresses if pool else []
@@ -131,7 +117,7 @@ def run(
     return job
 
 
-def assert_went_on(job: Job) -> None:
+def assert_went_on(job):
     assert job.errors == {}
     assert all(set(job.present[rank]) == job.alive for rank in job.alive)
     found = list(job.memberships())
@@ -144,8 +130,8 @@ def assert_went_on(job: Job) -> None:
         assert frozenset.union(*later) <= frozenset.intersection(*earlier)
 
 
-def lose_in_turn(*victims: int) -> Callable[[Job], None]:
-    def action(job: Job) -> None:
+def lose_in_turn(*victims):
+    def action(job):
         for victim in victims:
             job.kill(victim)
             job.go_on()
@@ -154,28 +140,28 @@ def lose_in_turn(*victims: int) -> Callable[[Job], None]:
 
 
 @pytest.mark.parametrize(("workers", "reducers"), [(4, 2), (3, 1), (3, 0)])
-def test_the_others_go_on_when_a_rank_dies(impl: str, workers: int, reducers: int) -> None:
+def test_the_others_go_on_when_a_rank_dies(impl, workers, reducers):
     assert_went_on(run(workers, reducers, lose_in_turn(1)))
 
 
 @pytest.mark.parametrize("reducers", [2, 0])
-def test_a_rank_dies_while_the_others_compute(reducers: int) -> None:
+def test_a_rank_dies_while_the_others_compute(reducers):
     assert_went_on(run(3, reducers, lose_in_turn(1), rest_s=0.3))
 
 
-def test_the_first_rank_is_like_any_other() -> None:
+def test_the_first_rank_is_like_any_other():
     assert_went_on(run(3, 2, lose_in_turn(0)))
 
 
-def test_one_rank_after_another_dies_down_to_the_last() -> None:
+def test_one_rank_after_another_dies_down_to_the_last():
     assert_went_on(run(5, 2, lose_in_turn(4, 2, 1, 3)))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_several_die_at_about_the_same_time(seed: int) -> None:
+def test_several_die_at_about_the_same_time(seed):
     rng = random.Random(seed)
 
-    def action(job: Job) -> None:
+    def action(job):
         for victim in rng.sample(range(5), 2):
             job.kill(victim)
             job.rest(rng.choice((0.0, 0.3, 1.0, 1.3)))
@@ -184,8 +170,8 @@ def test_several_die_at_about_the_same_time(seed: int) -> None:
     assert_went_on(run(5, 3, action))
 
 
-def test_a_reducer_dies_with_a_rank() -> None:
-    def action(job: Job) -> None:
+def test_a_reducer_dies_with_a_rank():
+    def action(job):
         assert job.pool is not None
         job.kill(2)
         job.pool.end(1, signal.SIGKILL)
@@ -196,9 +182,7 @@ def test_a_reducer_dies_with_a_rank() -> None:
     assert_went_on(run(4, 3, action))
 
 
-def test_a_loss_is_logged_with_those_that_go_on(
-    job: Callable[..., list[Client]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loss_is_logged_with_those_that_go_on(job, caplog):
     clients = job(3, on_rank_lost="continue")
     all_reduce(clients)
     clients.pop(1).shutdown()
@@ -210,7 +194,7 @@ def test_a_loss_is_logged_with_those_that_go_on(
     ] * len(clients)
 
 
-def test_a_ddp_training_goes_on_without_a_rank() -> None:
+def test_a_ddp_training_goes_on_without_a_rank():
     pytest.importorskip("torch", reason="needs torch")
     job = run(3, 2, lose_in_turn(1), "tests.integration.elastic_ddp")
     assert job.errors == {}
@@ -220,8 +204,8 @@ def test_a_ddp_training_goes_on_without_a_rank() -> None:
     assert len({weights[0] for weights in job.values.values()}) == len(job.values)
 
 
-def test_a_minority_does_not_go_on() -> None:
-    def action(job: Job) -> None:
+def test_a_minority_does_not_go_on():
+    def action(job):
         for victim in (0, 1, 2):
             job.kill(victim)
         job.until(lambda: job.errors.keys() == job.alive)
@@ -232,8 +216,8 @@ def test_a_minority_does_not_go_on() -> None:
     assert all(error.startswith("RankLostError: rank ") for error in job.errors.values())
 
 
-def test_calls_that_fail_for_want_of_ranks_keep_nothing(job: Callable[..., list[Client]]) -> None:
-    def failed(client: Client) -> weakref.ref[Any]:
+def test_calls_that_fail_for_want_of_ranks_keep_nothing(job):
+    def failed(client):
         data = ones()
         try:
             client.all_reduce(data).wait(30)

@@ -1,7 +1,5 @@
 """No pool: every rank hosts a reducer, and they find each other through the process group."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time
@@ -52,7 +50,7 @@ while True:
 """
 
 
-def assert_exact(pool: int, reducers: str, turn: int, **settings: str) -> None:
+def assert_exact(pool, reducers, turn, **settings):
     """Check three ranks' results, with a pool besides the reducers that they host."""
     code = START + EXACT.format(reducers=reducers) + LEAVE.format(turn=turn)
     with (
@@ -63,18 +61,18 @@ def assert_exact(pool: int, reducers: str, turn: int, **settings: str) -> None:
 
 
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_bits_and_leaving_in_any_order(turn: int) -> None:
+def test_bits_and_leaving_in_any_order(turn):
     assert_exact(0, "n", turn)
 
 
 @pytest.mark.parametrize(
     ("pool", "reducers"), [(1, "1 + n"), (2, "2 + n"), (3, "3")], ids=["one", "two", "enough"]
 )
-def test_a_small_pool_is_helped_by_the_ranks(pool: int, reducers: str) -> None:
+def test_a_small_pool_is_helped_by_the_ranks(pool, reducers):
     assert_exact(pool, reducers, turn=0, REDUCTION_EMBEDDED="1")
 
 
-def interrupted_in() -> float:
+def interrupted_in():
     """Seconds from Ctrl-C in the middle of a loop until every rank is gone."""
     with ranks(environments(3), "-c", START + ENDLESS, talk=True) as job:
         for rank in job:
@@ -93,12 +91,12 @@ def interrupted_in() -> float:
         return seconds
 
 
-def test_ctrl_c_in_the_middle_ends_every_rank() -> None:
+def test_ctrl_c_in_the_middle_ends_every_rank():
     # Most of it is the interpreter with torch in it; a busy machine can slow one try, not all.
     assert any(interrupted_in() < 2 for _ in range(4))
 
 
-def test_a_rank_that_uses_a_pool_beside_ranks_that_host_reducers() -> None:
+def test_a_rank_that_uses_a_pool_beside_ranks_that_host_reducers():
     code = """
 import torch.distributed as dist, worker_client
 from reducer.errors import MismatchError
@@ -164,7 +162,7 @@ except RankLostError as error:
 """
 
 
-def test_a_host_that_is_busy_at_the_start_is_waited_for() -> None:
+def test_a_host_that_is_busy_at_the_start_is_waited_for():
     with ranks(environments(2), "-c", BUSY + LATE) as job:
         assert job.results(30) == [[[True, True], 1.5, 1.5]] * 2
         said = "rank 0, whose reducer is 127.0.0.1:"
@@ -172,7 +170,7 @@ def test_a_host_that_is_busy_at_the_start_is_waited_for() -> None:
         assert "does not answer yet: waiting for" in job[1].err
 
 
-def test_a_host_that_dies_at_the_start_is_named() -> None:
+def test_a_host_that_dies_at_the_start_is_named():
     with ranks(environments(2), "-c", BUSY + GONE) as job:
         ((rank, message, seconds),) = job.results(30, killed=[0])
     assert rank == 0
@@ -181,7 +179,7 @@ def test_a_host_that_dies_at_the_start_is_named() -> None:
     assert seconds < 15, "not when calls or the start time out"
 
 
-def unanswered(stack: ExitStack) -> str:
+def unanswered(stack):
     """Where the kernel drops what would connect, as a network does that is cut."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
     for _ in range(2):
@@ -191,7 +189,7 @@ def unanswered(stack: ExitStack) -> str:
     return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_many_hosts_that_are_cut_off_are_noticed_as_soon_as_one() -> None:
+def test_many_hosts_that_are_cut_off_are_noticed_as_soon_as_one():
     with ExitStack() as stack:
         reducers = tuple(unanswered(stack) for _ in range(5))
         spec = JobSpec("job", 0, 5, 6, reducers, 1 << 20, hosts={at: at for at in range(5)})

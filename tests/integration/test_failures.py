@@ -1,7 +1,5 @@
 """What goes wrong says who, at every rank, in seconds; everybody else goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import os
@@ -10,7 +8,6 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -35,12 +32,6 @@ from worker_client.commands.demo.ranks import free_port
 from worker_client.protocol.operation import Operation
 from worker_client.staging.host_buffer import host_buffer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-    from worker_client.work import Work
-
 pytestmark = [
     pytest.mark.usefixtures("impl"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
@@ -58,9 +49,7 @@ pytestmark = [
         ("op", [{}, {}, {"op": "max"}], ("sum", "max")),
     ],
 )
-def test_disagreement_is_named_at_every_rank(
-    job: Callable[..., list[Client]], field: str, calls: list[dict], values: tuple
-) -> None:
+def test_disagreement_is_named_at_every_rank(job, field, calls, values):
     clients = job(3)
     with_defaults = [{"data": ones(), "op": "sum", **call} for call in calls]
     works = [client.all_reduce(**call) for client, call in zip(clients, with_defaults, strict=True)]
@@ -76,14 +65,14 @@ def test_disagreement_is_named_at_every_rank(
     all_reduce(clients)
 
 
-def in_order(client: Client, name: str) -> Work:
+def in_order(client, name):
     view, dtype, _ = host_buffer(ones())
     operation = Operation(view, dtype, ReduceOp.SUM, name, 10.0, lead=client._ordered.wait)
     client._ordered.submit(operation)
     return operation
 
 
-def test_another_order_is_named(job: Callable[..., list[Client]]) -> None:
+def test_another_order_is_named(job):
     clients = job(2)
     for name in ("weights", "bias"):  # a rank knows those names alone that it has used itself
         for work in [in_order(client, name) for client in clients]:
@@ -100,11 +89,11 @@ def test_another_order_is_named(job: Callable[..., list[Client]]) -> None:
     all_reduce(clients)
 
 
-def test_another_job_does_not_notice(job: Callable[..., list[Client]]) -> None:
+def test_another_job_does_not_notice(job):
     quarrelling, working = job(2), job(3, job="the other job")
     done = threading.Event()
 
-    def quarrel() -> None:
+    def quarrel():
         while not done.is_set():
             works = [c.all_reduce(ones(100 + r)) for r, c in enumerate(quarrelling)]
             errors_of(works)
@@ -122,7 +111,7 @@ def test_another_job_does_not_notice(job: Callable[..., list[Client]]) -> None:
     ("field", "arguments"),
     [("chunk_bytes", {"chunk_bytes": "64KiB"}), ("world_size", {"world_size": 3})],
 )
-def test_settings_must_agree(servers: list[str], field: str, arguments: dict) -> None:
+def test_settings_must_agree(servers, field, arguments):
     common = {"servers": servers, "job": f"settings-{field}", "world_size": 2}
     with (
         connect(rank=0, **common),
@@ -135,7 +124,7 @@ def test_settings_must_agree(servers: list[str], field: str, arguments: dict) ->
 # -- ranks that are missing, or die -----------------------------------------------------------
 
 
-def test_a_rank_that_does_not_come_is_named(job: Callable[..., list[Client]]) -> None:
+def test_a_rank_that_does_not_come_is_named(job):
     clients = job(3, timeout="500ms")
     works = [client.all_reduce(ones(70_000)) for client in clients[:2]]
     for error in errors_of(works, within_s=1.5):  # 0.65 s, and what a busy machine takes
@@ -144,7 +133,7 @@ def test_a_rank_that_does_not_come_is_named(job: Callable[..., list[Client]]) ->
         assert "rank 2" in str(error)
 
 
-def test_a_rank_that_never_joined_is_named(servers: list[str]) -> None:
+def test_a_rank_that_never_joined_is_named(servers):
     with connect(rank=0, world_size=2, servers=servers, job="alone", timeout="500ms") as alone:
         (error,) = errors_of([alone.all_reduce(ones())], within_s=2.5)
     assert isinstance(error, ReductionTimeout)
@@ -164,7 +153,7 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def worker(**arguments: object):
+def worker(**arguments):
     """A rank in a process of its own; it ends when its standard input does."""
     code = WORKER.format(**{"count": 0, "size": 1000, **arguments})
     with ranks(environments(1, MASTER_PORT="1"), "-c", code, talk=True) as (rank,):
@@ -172,7 +161,7 @@ def worker(**arguments: object):
         yield rank
 
 
-def test_a_killed_worker_is_named_and_the_job_can_start_again(servers: list[str]) -> None:
+def test_a_killed_worker_is_named_and_the_job_can_start_again(servers):
     common = {"servers": servers, "job": "killed", "world_size": 3}
     for _ in range(2):  # the second time under the same name, at once
         with contextlib.ExitStack() as stack:
@@ -188,7 +177,7 @@ def test_a_killed_worker_is_named_and_the_job_can_start_again(servers: list[str]
             assert isinstance(error, RankLostError)
 
 
-def test_a_whole_job_killed_can_start_again_at_once(servers: list[str]) -> None:
+def test_a_whole_job_killed_can_start_again_at_once(servers):
     common = {"servers": servers, "job": "all killed", "world_size": 2}
     with worker(rank=0, **common) as first, worker(rank=1, **common) as second:
         first.kill()
@@ -197,7 +186,7 @@ def test_a_whole_job_killed_can_start_again_at_once(servers: list[str]) -> None:
         all_reduce(clients)
 
 
-def test_a_stopped_worker_is_given_up(servers: list[str]) -> None:
+def test_a_stopped_worker_is_given_up(servers):
     common = {"servers": servers, "job": "stopped", "world_size": 2}
     with worker(rank=1, **common) as victim, connect(rank=0, **common) as other:
         work = other.all_reduce(ones())
@@ -206,7 +195,7 @@ def test_a_stopped_worker_is_given_up(servers: list[str]) -> None:
         assert isinstance(error, RankLostError)
 
 
-def test_a_rank_that_leaves_is_named(job: Callable[..., list[Client]]) -> None:
+def test_a_rank_that_leaves_is_named(job):
     clients = job(2)
     all_reduce(clients)
     work = clients[0].all_reduce(ones())
@@ -216,13 +205,13 @@ def test_a_rank_that_leaves_is_named(job: Callable[..., list[Client]]) -> None:
     assert "left the job" in str(error)
 
 
-def test_a_contested_rank_is_refused(job: Callable[..., list[Client]], servers) -> None:
+def test_a_contested_rank_is_refused(job, servers):
     job(2, job="twice")
     with pytest.raises(DuplicateRankError, match="rank 1"):
         connect(rank=1, world_size=2, servers=servers, job="twice")
 
 
-def test_a_later_generation_ends_the_earlier_one(job: Callable[..., list[Client]], servers) -> None:
+def test_a_later_generation_ends_the_earlier_one(job, servers):
     earlier = job(2, job="generations")
     works = [earlier[0].all_reduce(ones())]
     later = job(2, job="generations", generation=1)
@@ -237,7 +226,7 @@ def test_a_later_generation_ends_the_earlier_one(job: Callable[..., list[Client]
 # -- reducers that are not there, or die ------------------------------------------------------
 
 
-def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named() -> None:
+def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named():
     with local_pool(3) as servers, joined(2, servers=servers, job="reducer killed") as clients:
         all_reduce(clients)
         for server in servers[1:]:
@@ -255,9 +244,7 @@ def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named() -> None:
         assert isinstance(error, ReducerLostError)
 
 
-def test_a_job_begins_with_the_reducers_that_answer(
-    servers: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_job_begins_with_the_reducers_that_answer(servers, caplog):
     address = f"127.0.0.1:{free_port()}"
     with connect(
         rank=0, world_size=1, servers=[servers[0], address], connect_timeout="4s"
@@ -268,9 +255,7 @@ def test_a_job_begins_with_the_reducers_that_answer(
     assert f"reducer {address} {said}: going on without it" in caplog.text
 
 
-def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(monkeypatch, caplog):
     monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "20s")
     ports = free_ports(2)
     common = {"servers": [f"127.0.0.1:{port}" for port in ports], "job": "early", "world_size": 2}
@@ -287,27 +272,25 @@ def test_a_pool_that_is_gone_is_waited_for_if_the_job_says_so(
     assert "no reducer answers yet: waiting for one for up to" in caplog.text
 
 
-def test_a_name_without_an_address_is_a_reducer_that_does_not_answer(servers: list[str]) -> None:
+def test_a_name_without_an_address_is_a_reducer_that_does_not_answer(servers):
     given = [servers[0], "no-such-host.invalid:5555"]
     with joined(2, servers=given, connect_timeout="1s", job="pending") as clients:
         assert [client.in_use for client in clients] == [[True, False]] * 2
         all_reduce(clients)
 
 
-def test_two_addresses_of_one_reducer_are_named(servers: list[str]) -> None:
+def test_two_addresses_of_one_reducer_are_named(servers):
     given = [servers[0], servers[0].replace("127.0.0.1", "localhost")]
     with pytest.raises(MismatchError, match=r"\(numbers 0 and 1, from 0 on\) are one reducer"):
         connect(rank=0, world_size=1, servers=given)
 
 
-def test_a_name_that_gets_an_address_later_is_used_then(
-    servers: list[str], monkeypatch: pytest.MonkeyPatch, impl: str
-) -> None:
+def test_a_name_that_gets_an_address_later_is_used_then(servers, monkeypatch, impl):
     if impl == "plain":
         pytest.skip("libzmq does not ask Python for addresses")
     known, look_up = threading.Event(), socket.getaddrinfo
 
-    def late(host: str, *arguments: Any, **others: Any) -> Any:
+    def late(host, *arguments, **others):
         if host == "reducer-1.pool" and not known.is_set():
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return look_up(host.replace("reducer-1.pool", "127.0.0.1"), *arguments, **others)
@@ -321,14 +304,12 @@ def test_a_name_that_gets_an_address_later_is_used_then(
             eventually(lambda: all_reduce(clients) or all(clients[0].in_use))
 
 
-def test_names_that_a_cluster_does_not_know_yet_are_asked_for_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_names_that_a_cluster_does_not_know_yet_are_asked_for_again(monkeypatch):
     monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "1s")
     known = time.monotonic() + 0.5
     look_up = socket.getaddrinfo
 
-    def late(host: str, *arguments: Any, **others: Any) -> Any:
+    def late(host, *arguments, **others):
         if host == "reducer-0.pool":
             if time.monotonic() < known:
                 raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -342,7 +323,7 @@ def test_names_that_a_cluster_does_not_know_yet_are_asked_for_again(
     assert time.monotonic() >= known
 
 
-def test_nobody_listens() -> None:
+def test_nobody_listens():
     address = f"127.0.0.1:{free_port()}"
     start = time.monotonic()
     with pytest.raises(ReducerLostError, match="refused") as error:
@@ -352,7 +333,7 @@ def test_nobody_listens() -> None:
     within_s(4, start)
 
 
-def test_somebody_else_listens() -> None:
+def test_somebody_else_listens():
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
@@ -363,12 +344,12 @@ def test_somebody_else_listens() -> None:
     server.server_close()
 
 
-def test_a_name_that_does_not_resolve() -> None:
+def test_a_name_that_does_not_resolve():
     with pytest.raises(ReducerLostError, match=r"no-such-host\.invalid:5555 cannot be reached: "):
         connect(rank=0, world_size=1, servers="no-such-host.invalid:5555", connect_timeout="100ms")
 
 
-def test_a_job_that_does_not_fit_is_refused() -> None:
+def test_a_job_that_does_not_fit_is_refused():
     with (
         local_pool(1, memory_limit="1MiB") as servers,
         pytest.raises(CapacityError, match="--memory-limit") as error,

@@ -1,16 +1,14 @@
 """All reducers die, and the job goes on through the process group: no call is lost or wrong."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
+
 
 from bench.chaos_run import Pool
 from bench.ranks import Ranks
@@ -18,9 +16,6 @@ from reducer.errors import ConfigError
 from tests.conftest import local_pool
 from tests.ranks import Loopback
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
@@ -31,23 +26,23 @@ RANK_LOST_S = 5.0  # gloo hears of a closed connection at once; the rest is a bu
 class Job:
     """Ranks that all-reduce, their reducers, and what they have said."""
 
-    def __init__(self, ranks: Ranks, pool: Pool, workers: int) -> None:
+    def __init__(self, ranks, pool, workers):
         self.ranks = ranks
         self.pool = pool
         self.steps = [0] * workers
         self.fallbacks = [0] * workers
         self.returns = [0] * workers
-        self.errors: dict[int, list[str]] = defaultdict(list)
-        self.ends: dict[int, dict[str, Any]] = {}
+        self.errors = defaultdict(list)
+        self.ends = {}
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def until(self, done):
         end = time.monotonic() + PATIENCE_S
         while not done():
             if time.monotonic() > end:
                 raise self.ranks.stalled(f"steps {self.steps}, errors {dict(self.errors)}")
             self._hear(0.05)
 
-    def _hear(self, patience_s: float) -> bool:
+    def _hear(self, patience_s):
         said = self.ranks.hear(patience_s)
         if said is None:
             return False
@@ -61,13 +56,13 @@ class Job:
                 self.errors[said["rank"]].append(said["error"])
         return True
 
-    def progress(self, steps: int) -> None:
+    def progress(self, steps):
         self.until(lambda: not self._hear(0.0))  # what they have said in the meantime
         goal = max(self.steps) + steps
         self.until(lambda: min(self.steps) >= goal or bool(self.errors))
         assert self.errors == {}
 
-    def back(self, returns: int) -> None:
+    def back(self, returns):
         """Wait until all ranks have gone back to reducers so often, and go on there."""
         self.until(lambda: min(self.returns) >= returns or bool(self.errors))
         self.progress(2)  # what was under way
@@ -75,21 +70,21 @@ class Job:
         self.progress(5)
         assert self.fallbacks == fallbacks
 
-    def settle(self) -> None:
+    def settle(self):
         """Wait until all ranks go on at reducers, however often they have gone back before."""
         end = time.monotonic() + PATIENCE_S
-        fallbacks: list[int] = []
+        fallbacks = []
         while self.fallbacks != fallbacks:
             assert time.monotonic() < end
             fallbacks = list(self.fallbacks)
             self.progress(5)
 
-    def finish(self) -> None:
+    def finish(self):
         self.ranks.tell("stop")
         self.until(lambda: not self.ranks.running)
 
 
-def run(workers: int, reducers: int, action: Callable[[Job], None], **others: str) -> Job:
+def run(workers, reducers, action, **others):
     with Loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:])
         environment = {"REDUCTION_FALLBACK": "process-group", **others}
@@ -105,7 +100,7 @@ def run(workers: int, reducers: int, action: Callable[[Job], None], **others: st
     return job
 
 
-def assert_went_on(job: Job, times: int = 1, back: int = 0) -> None:
+def assert_went_on(job, times=1, back=0):
     assert job.errors == {}
     assert len(job.ends) == len(job.steps)
     for end in job.ends.values():
@@ -119,10 +114,8 @@ def assert_went_on(job: Job, times: int = 1, back: int = 0) -> None:
 
 @pytest.mark.parametrize(("workers", "reducers"), [(3, 2), (2, 1), (4, 3)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
-def test_the_job_goes_on_when_no_reducer_is_left(
-    workers: int, reducers: int, number: signal.Signals
-) -> None:
-    def lose_all(job: Job) -> None:
+def test_the_job_goes_on_when_no_reducer_is_left(workers, reducers, number):
+    def lose_all(job):
         for reducer in range(reducers):
             job.pool.end(reducer, number)
         job.progress(10)
@@ -131,8 +124,8 @@ def test_the_job_goes_on_when_no_reducer_is_left(
 
 
 @pytest.mark.parametrize(("workers", "times"), [(2, 1), (3, 3)])
-def test_reducers_that_come_back_are_used_again(workers: int, times: int) -> None:
-    def come_and_go(job: Job) -> None:
+def test_reducers_that_come_back_are_used_again(workers, times):
+    def come_and_go(job):
         for time_ in range(times):
             for reducer in range(2):
                 job.pool.end(reducer, signal.SIGKILL)
@@ -146,8 +139,8 @@ def test_reducers_that_come_back_are_used_again(workers: int, times: int) -> Non
     assert all(end["in_use"] == [True, True] for end in job.ends.values())
 
 
-def test_one_reducer_that_comes_back_is_enough() -> None:
-    def come_back(job: Job) -> None:
+def test_one_reducer_that_comes_back_is_enough():
+    def come_back(job):
         for reducer in range(2):
             job.pool.end(reducer, signal.SIGKILL)
         job.progress(2)
@@ -159,8 +152,8 @@ def test_one_reducer_that_comes_back_is_enough() -> None:
     assert all(end["in_use"] == [False, True] for end in job.ends.values())
 
 
-def test_reducers_that_come_and_go_at_once_cost_nothing() -> None:
-    def flicker(job: Job) -> None:
+def test_reducers_that_come_and_go_at_once_cost_nothing():
+    def flicker(job):
         for _ in range(3):
             job.pool.end(0, signal.SIGKILL)
             job.progress(2)
@@ -175,16 +168,16 @@ def test_reducers_that_come_and_go_at_once_cost_nothing() -> None:
     assert job.errors == {}
 
 
-def test_it_serves_a_job_that_would_go_on_without_lost_ranks() -> None:
-    def lose_all(job: Job) -> None:
+def test_it_serves_a_job_that_would_go_on_without_lost_ranks():
+    def lose_all(job):
         job.pool.end(0, signal.SIGKILL)
         job.progress(5)
 
     assert_went_on(run(3, 1, lose_all, REDUCTION_ON_RANK_LOST="continue"))
 
 
-def test_one_reducer_after_another_is_lost() -> None:
-    def lose_all(job: Job) -> None:
+def test_one_reducer_after_another_is_lost():
+    def lose_all(job):
         for reducer in range(3):
             job.pool.end(reducer, signal.SIGKILL)
             job.progress(5)
@@ -193,7 +186,7 @@ def test_one_reducer_after_another_is_lost() -> None:
     assert_went_on(run(2, 3, lose_all))
 
 
-def test_without_a_process_group_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_process_group_it_says_what_to_do(monkeypatch):
     monkeypatch.setenv("REDUCTION_FALLBACK", "process-group")
     with (
         local_pool(1) as servers,

@@ -1,7 +1,5 @@
 """A forked child keeps no connection of its parent, so that others hear of the parent's death."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal
@@ -28,7 +26,7 @@ pytestmark = [
 ]
 
 
-def connections(ports: set[int]) -> int:
+def connections(ports):
     """How many sockets of this process lead to these ports."""
     return sum(
         bool(one.raddr) and one.raddr.port in ports
@@ -36,11 +34,11 @@ def connections(ports: set[int]) -> int:
     )
 
 
-def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call() -> None:
+def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call():
     with local_pool(1) as servers, joined(1, servers=servers) as (client,):
         held, over = threading.Event(), threading.Event()
 
-        def call() -> None:
+        def call():
             with client._order:
                 held.set()
                 over.wait(20)
@@ -64,9 +62,7 @@ def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call()
 @pytest.mark.parametrize(
     ("impl", "threads", "streams"), [("compiled", 3, 1), ("compiled", 1, 3), ("plain", 3, 1)]
 )
-def test_a_forked_child_closes_its_copies_and_no_other_socket(
-    monkeypatch: pytest.MonkeyPatch, impl: str, threads: int, streams: int
-) -> None:
+def test_a_forked_child_closes_its_copies_and_no_other_socket(monkeypatch, impl, threads, streams):
     """A reducer's further threads, and a link's further streams, are not known at the start."""
     monkeypatch.setenv("REDUCTION_IMPL", impl)
     monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
@@ -99,8 +95,8 @@ class Owner:
     """Of sockets that a forked child is not to keep."""
 
 
-def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_others() -> None:
-    def fails(_: Owner) -> list[int]:
+def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_others():
+    def fails(_):
         raise RuntimeError("in the middle of a change")
 
     owners = [Owner() for _ in range(3)]
@@ -126,8 +122,8 @@ def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_other
     os.waitpid(child, 0)
 
 
-def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node() -> None:
-    names: dict[int, queue.Queue[str]] = {rank: queue.Queue() for rank in range(2)}
+def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node():
+    names = {rank: queue.Queue() for rank in range(2)}
     with ThreadPoolExecutor(2) as pool:
         both = list(
             pool.map(
@@ -175,6 +171,6 @@ client.shutdown()
 """
 
 
-def test_a_forked_child_closes_its_copies_of_what_its_parents_reducer_has() -> None:
+def test_a_forked_child_closes_its_copies_of_what_its_parents_reducer_has():
     with ranks(environments(1), "-c", EMBEDDED) as job:
         assert job.outputs() == ["True\n0\n"]

@@ -1,11 +1,9 @@
 """A script sees over the backend what it sees over Gloo, or docs/frameworks.md says why not."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -71,19 +69,19 @@ DIFFERENCES = (
 )
 
 
-def table() -> str:
+def table():
     """Return what differs and why, in Markdown."""
     rows = "".join(f"| {one.what} | {one.gloo} | {one.ours} | {one.why} |\n" for one in DIFFERENCES)
     return "| what | over Gloo | over the backend | because |\n|---|---|---|---|\n" + rows
 
 
-def found(backend: str, world_size: int) -> list[dict[str, Any]]:
+def found(backend, world_size):
     """Return what each rank sees over a backend."""
     with local_pool(2) as servers:
         return run(environments(world_size, servers), *RANK, backend)
 
 
-def alike(name: str, gloo: Any, ours: Any) -> bool:
+def alike(name, gloo, ours):
     """Whether a script sees the same; errors are the same if what catches Gloo's catches ours."""
     if isinstance(gloo, dict) and isinstance(ours, dict):
         if "raised" in gloo and "raised" in ours:
@@ -97,13 +95,13 @@ def alike(name: str, gloo: Any, ours: Any) -> bool:
     return bool(gloo == ours)
 
 
-def close(gloo: list[str], ours: list[str], relative: float) -> bool:
+def close(gloo, ours, relative):
     pairs = [(float(one), float(other)) for one, other in zip(gloo, ours, strict=True)]
     largest = max((abs(one) for one, _ in pairs), default=0.0)
     return all(math.isclose(*pair, rel_tol=0.0, abs_tol=relative * largest) for pair in pairs)
 
 
-def compared(world_size: int) -> dict[str, bool]:
+def compared(world_size):
     """Return of each check whether all ranks see the same over both."""
     gloo, ours = (found(backend, world_size) for backend in ("gloo", "reduction"))
     assert [list(rank) for rank in gloo] == [list(rank) for rank in ours]
@@ -115,13 +113,13 @@ def compared(world_size: int) -> dict[str, bool]:
     }
 
 
-def test_the_page_says_what_differs() -> None:
+def test_the_page_says_what_differs():
     assert table() in (ROOT / "docs/frameworks.md").read_text()
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_every_check(world_size: int) -> None:
+def test_every_check(world_size):
     same = compared(world_size)
     assert len(same) >= 300
     differ = {name for name, alike in same.items() if not alike}

@@ -1,7 +1,5 @@
 """Ranks of a node reduce among themselves first: real sockets, real reducers, several nodes."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
@@ -9,7 +7,6 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -32,13 +29,6 @@ from worker_client.communicators.placement import arrange
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
-    from worker_client.communicators.node_sockets import NodeSockets
-    from worker_client.protocol.operation import Operation
-
 STEPS = {
     "sum": np.add,
     "mean": np.add,
@@ -54,40 +44,34 @@ numbers = itertools.count()
 class Board:
     """Where ranks publish what others read, as in a process group's store."""
 
-    def __init__(self) -> None:
-        self._values: dict[int, str] = {}
+    def __init__(self):
+        self._values = {}
         self._news = threading.Condition()
 
-    def share(self, rank: int, value: str) -> None:
+    def share(self, rank, value):
         with self._news:
             self._values[rank] = value
             self._news.notify_all()
 
-    def read(self, rank: int) -> str:
+    def read(self, rank):
         with self._news:
             assert self._news.wait_for(lambda: rank in self._values, 10.0)
             return self._values[rank]
 
 
-def joining(
-    nodes: int,
-    local: int,
-    servers: list[str],
-    timeout_s: float = 20.0,
-    wire_dtype: DType | None = None,
-) -> Callable[[int], Client]:
+def joining(nodes, local, servers, timeout_s=20.0, wire_dtype=None):
     """What makes the client of a rank; it waits for the others of its node."""
     keys = [str(rank // local) for rank in range(nodes * local)]
     boards, number = defaultdict(Board), next(numbers)
 
-    def join(rank: int) -> Client:
+    def join(rank):
         place = arrange(keys, rank)
         assert place is not None
         job = f"hierarchy-{number}-{place.local_rank}"
         patient = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
         spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0, heartbeats=patient)
 
-        def meet(topic: str) -> NodeSockets:
+        def meet(topic):
             board = boards[topic]
             return connect_node(
                 place.peers, place.local_rank, lambda name: board.share(rank, name), board.read
@@ -107,9 +91,7 @@ def joining(
 
 
 @contextmanager
-def ranks_on(
-    nodes: int, local: int, servers: list[str], **arguments: Any
-) -> Iterator[list[Client]]:
+def ranks_on(nodes, local, servers, **arguments):
     """All ranks of a job as clients in this process."""
     with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
         clients = list(pool.map(joining(nodes, local, servers, **arguments), range(nodes * local)))
@@ -119,13 +101,13 @@ def ranks_on(
 
 
 @pytest.fixture(scope="module")
-def six(servers: list[str]) -> Iterator[list[Client]]:
+def six(servers):
     """Two nodes of three ranks each."""
     with ranks_on(2, 3, servers) as clients:
         yield clients
 
 
-def contributions(dtype: str, count: int, ranks: int) -> list[np.ndarray]:
+def contributions(dtype, count, ranks):
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     sources = [np.random.default_rng([count, rank]) for rank in range(ranks)]
     if "int" in dtype:
@@ -133,7 +115,7 @@ def contributions(dtype: str, count: int, ranks: int) -> list[np.ndarray]:
     return [(source.standard_normal(count) * 3 + 0.1).astype(kind) for source in sources]
 
 
-def expected(rows: list[np.ndarray], op: str, local: int) -> np.ndarray:
+def expected(rows, op, local):
     """Fold in local-rank order, then in node order; round once."""
     kind = rows[0].dtype
     wide = [row.astype(np.float32) if kind.itemsize == 2 else row for row in rows]
@@ -152,7 +134,7 @@ def expected(rows: list[np.ndarray], op: str, local: int) -> np.ndarray:
         return total.astype(kind)
 
 
-def check(clients: list[Client], dtype: str, op: str, count: int) -> None:
+def check(clients, dtype, op, count):
     rows = contributions(dtype, count, len(clients))
     want = expected(rows, op, len(clients[0]._ordered.place.peers))
     for result in reduced(clients, rows, op):
@@ -164,9 +146,7 @@ failures = partial(errors_of, within_s=20.0)
 
 @pytest.mark.parametrize("op", STEPS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_rank_has_the_bits_of_the_stated_order(
-    six: list[Client], dtype: str, op: str
-) -> None:
+def test_every_rank_has_the_bits_of_the_stated_order(six, dtype, op):
     if op == "mean" and "int" in dtype:
         for client in six:
             with pytest.raises(ConfigError, match="the mean of"):
@@ -178,7 +158,7 @@ def test_every_rank_has_the_bits_of_the_stated_order(
 
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_of_two_zeros_the_earlier_ranks_stays(six: list[Client], dtype: str, op: str) -> None:
+def test_of_two_zeros_the_earlier_ranks_stays(six, dtype, op):
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     signs = list(itertools.product([0.0, -0.0], repeat=len(six)))
     patterns = np.array(signs * 3, kind)  # as many as vectors have, and some more
@@ -187,7 +167,7 @@ def test_of_two_zeros_the_earlier_ranks_stays(six: list[Client], dtype: str, op:
         assert result.tobytes() == patterns[:, 0].tobytes()
 
 
-def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers: list[str]) -> None:
+def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers):
     with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
         for count, rounded in ((4096, True), (4095, False)):
             rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
@@ -195,24 +175,24 @@ def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers: list
                 assert set(result.tolist()) == {1.0 if rounded else 1 + 2.0**-12}
 
 
-def test_a_mean_of_16_bits_is_no_larger_than_what_it_is_of(servers: list[str]) -> None:
+def test_a_mean_of_16_bits_is_no_larger_than_what_it_is_of(servers):
     with ranks_on(2, 2, servers, wire_dtype=DType.FLOAT16) as clients:
         rows = [np.full(4096, 40_000, np.float32) for _ in clients]  # of which two are too many
         for result in reduced(clients, rows, "mean"):
             assert set(result.tolist()) == {40_000.0}
 
 
-def test_ranks_are_those_of_the_whole_job(six: list[Client]) -> None:
+def test_ranks_are_those_of_the_whole_job(six):
     assert [client.rank for client in six] == list(range(6))
     assert {client.world_size for client in six} == {6}
     assert six[4].present == tuple(range(6))
     assert six[4]._ordered.place.across == (1, 4)
 
 
-def test_a_node_sends_each_buffer_once(six: list[Client], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_sends_each_buffer_once(six, monkeypatch):
     sent = [0] * len(six)
 
-    def count(rank: int, submit: Callable[[Operation], None], operation: Operation) -> None:
+    def count(rank, submit, operation):
         sent[rank] += operation.view.nbytes
         submit(operation)
 
@@ -228,15 +208,13 @@ def test_a_node_sends_each_buffer_once(six: list[Client], monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_large_buffers_go_in_pieces(
-    six: list[Client], monkeypatch: pytest.MonkeyPatch, dtype: str
-) -> None:
+def test_large_buffers_go_in_pieces(six, monkeypatch, dtype):
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", 4096)
     for count in (1023, 1024, 1025, 50_001):
         check(six, dtype, "mean", count)
 
 
-def test_nan_and_infinity_pass_and_overflow_is_silent(six: list[Client]) -> None:
+def test_nan_and_infinity_pass_and_overflow_is_silent(six):
     for dtype in ("float32", "float16", ml_dtypes.bfloat16):
         rows = [np.zeros(4, dtype) for _ in six]
         rows[1][0], rows[4][1] = np.nan, np.inf
@@ -248,10 +226,10 @@ def test_nan_and_infinity_pass_and_overflow_is_silent(six: list[Client]) -> None
         assert np.isposinf(results[0][1:3].astype(np.float32)).all()
 
 
-def test_many_in_flight_of_any_size_and_strided(six: list[Client]) -> None:
+def test_many_in_flight_of_any_size_and_strided(six):
     counts = [1, 100_000, 7, 65_536, 0, 3]
 
-    def go(client: Client) -> list[np.ndarray]:
+    def go(client):
         arrays = [np.full((count, 2), client.rank, np.float64)[:, 1] for count in counts]
         for work in [client.all_reduce(array, "sum", name=f"{len(array)}") for array in arrays]:
             work.wait(20)
@@ -267,7 +245,7 @@ def test_many_in_flight_of_any_size_and_strided(six: list[Client]) -> None:
     [(None, 1e-6), (DType.BFLOAT16, 2**-7), (DType.BLOCK8, 3.1 / 254), (DType.BLOCK8_E4M3, 0.2)],
     ids=["float32", "bfloat16", "block8", "block8_e4m3"],
 )
-def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None, bound: float) -> None:
+def test_a_weighted_mean(servers, wire_dtype, bound):
     with ranks_on(2, 2, servers, wire_dtype=wire_dtype) as clients:
         weights = [1.0, 0.0, 2.5, 4.0]
         given = contributions("float32", 5000, 4)
@@ -285,7 +263,7 @@ def test_a_weighted_mean(servers: list[str], wire_dtype: DType | None, bound: fl
         check(clients, "float64", "mean", 100)
 
 
-def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers: list[str]) -> None:
+def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers):
     with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
         count, calls = 8192, 64
         values = [row.astype(np.float32) for row in contributions("float32", count, 4)]
@@ -304,10 +282,8 @@ def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers: li
             assert not kept.any(), "a rank keeps what was taken away from its own part"
 
 
-def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(
-    six: list[Client],
-) -> None:
-    def each(count: Callable[[int], int]) -> list[Any]:
+def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(six):
+    def each(count):
         return [client.all_reduce(np.zeros(count(client.rank))) for client in six]
 
     for error in failures(each(lambda rank: 12 if rank < 3 else 24)):
@@ -317,7 +293,7 @@ def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(
     check(six, "float32", "mean", 100)
 
 
-def test_a_node_that_comes_too_late_is_named(six: list[Client]) -> None:
+def test_a_node_that_comes_too_late_is_named(six):
     works = [client.all_reduce(np.zeros(6), timeout="500ms") for client in six[:3]]
     for error in failures(works):
         assert isinstance(error, ReductionTimeout)
@@ -327,9 +303,7 @@ def test_a_node_that_comes_too_late_is_named(six: list[Client]) -> None:
     check(six, "float32", "mean", 100)
 
 
-def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(
-    six: list[Client],
-) -> None:
+def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(six):
     start = time.monotonic()
     works = [
         client.all_reduce(np.zeros(4, np.float64 if client.rank == 5 else np.float32))
@@ -347,9 +321,7 @@ def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(
     check(six, "float32", "mean", 100)
 
 
-def test_a_call_that_one_rank_is_refused_fails_everywhere_and_the_next_one_works(
-    six: list[Client],
-) -> None:
+def test_a_call_that_one_rank_is_refused_fails_everywhere_and_the_next_one_works(six):
     works = [client.all_reduce(np.zeros(4), "sum") for client in six if client.rank != 4]
     with pytest.raises(ConfigError, match="complex64"):
         six[4].all_reduce(np.zeros(4, np.complex64), "sum")
@@ -359,7 +331,7 @@ def test_a_call_that_one_rank_is_refused_fails_everywhere_and_the_next_one_works
     check(six, "float32", "mean", 100)
 
 
-def test_a_rank_that_comes_too_late_is_named_to_its_node(servers: list[str]) -> None:
+def test_a_rank_that_comes_too_late_is_named_to_its_node(servers):
     with ranks_on(2, 2, servers, timeout_s=0.5) as clients:
         works = [client.all_reduce(np.zeros(4)) for client in clients if client.rank != 1]
         first, *far = failures(works)
@@ -368,7 +340,7 @@ def test_a_rank_that_comes_too_late_is_named_to_its_node(servers: list[str]) -> 
         assert all(isinstance(error, ReductionTimeout | RankLostError) for error in far)
 
 
-def test_a_named_call_has_its_deadline_while_its_node_meets(servers: list[str]) -> None:
+def test_a_named_call_has_its_deadline_while_its_node_meets(servers):
     with ExitStack() as stack:
         join = joining(2, 2, servers)
         with ThreadPoolExecutor(4) as pool:
@@ -388,7 +360,7 @@ def test_a_named_call_has_its_deadline_while_its_node_meets(servers: list[str]) 
             assert (work.wait(20) == 4).all()
 
 
-def test_a_rank_that_leaves_is_named_by_everybody(servers: list[str]) -> None:
+def test_a_rank_that_leaves_is_named_by_everybody(servers):
     with ranks_on(2, 3, servers) as clients:
         works = [client.all_reduce(np.zeros(9)) for client in clients if client.rank != 4]
         start = time.monotonic()
@@ -399,7 +371,7 @@ def test_a_rank_that_leaves_is_named_by_everybody(servers: list[str]) -> None:
         within_s(10.0, start)
 
 
-def test_a_shut_down_client_ends_what_is_open(servers: list[str]) -> None:
+def test_a_shut_down_client_ends_what_is_open(servers):
     with ranks_on(2, 2, servers) as clients:
         works = [client.all_reduce(np.zeros(4)) for client in clients[:2]]
         clients[0].shutdown()
@@ -412,10 +384,10 @@ def test_a_shut_down_client_ends_what_is_open(servers: list[str]) -> None:
             clients[0].all_reduce(np.zeros(4))
 
 
-def test_nobody_waits_in_a_callback(six: list[Client]) -> None:
-    said: list[BaseException] = []
+def test_nobody_waits_in_a_callback(six):
+    said = []
 
-    def callback(_: Any) -> None:
+    def callback(_):
         with pytest.raises(LocalProtocolError, match="for ever") as caught:
             second.wait(5)
         said.append(caught.value)
@@ -432,7 +404,7 @@ def test_nobody_waits_in_a_callback(six: list[Client]) -> None:
     assert len(said) == 1
 
 
-def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes: list[int]) -> None:
+def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes):
     board = Board()
     with ThreadPoolExecutor(2) as pool:
         left, gone = pool.map(
@@ -448,13 +420,13 @@ def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes: l
     assert broken_pipes == []
 
 
-def test_a_stranger_at_the_door_is_sent_away() -> None:
+def test_a_stranger_at_the_door_is_sent_away():
     """Something else connects first; the ranks of the node find each other all the same."""
     import socket  # noqa: PLC0415
 
     board = Board()
 
-    def disturb(name: str) -> None:
+    def disturb(name):
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(f"\0{name}")
         board.share(0, name)
@@ -462,7 +434,7 @@ def test_a_stranger_at_the_door_is_sent_away() -> None:
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(connect_node, (0, 1), 0, disturb, board.read)
         second = pool.submit(connect_node, (0, 1), 1, lambda name: board.share(1, name), board.read)
-        nodes: list[NodeSockets] = [first.result(10), second.result(10)]
+        nodes = [first.result(10), second.result(10)]
         until = time.monotonic() + 5
         both = [pool.submit(one.agree, 0, b"%d" % one.local_rank, until) for one in nodes]
         assert [one.result() for one in both] == [[b"0", b"1"]] * 2

@@ -1,9 +1,5 @@
 """DDP over nodes, as processes: it trains as without hierarchy, and a rank that dies is named."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from tests.conftest import local_pool
@@ -17,7 +13,7 @@ NODES, LOCAL = 2, 2
 EVERYBODY = range(NODES * LOCAL)
 
 
-def run(case: str, servers: list[str], nodes: int = NODES, **more: str) -> list[Any]:
+def run(case, servers, nodes=NODES, **more):
     """Run the case at every rank and return the results of the ranks that were not killed."""
     given = [
         {**environment, **more, "GROUP_RANK": str(rank * nodes // 4)}
@@ -28,7 +24,7 @@ def run(case: str, servers: list[str], nodes: int = NODES, **more: str) -> list[
 
 
 @pytest.mark.parametrize("reducers", [0, 2])
-def test_ddp_trains_as_without_hierarchy(pool: list[str], reducers: int) -> None:
+def test_ddp_trains_as_without_hierarchy(pool, reducers):
     found = run("train", pool[:reducers])
     for rank in found:
         assert (rank["off"]["between"], rank["auto"]["between"]) == (len(EVERYBODY), NODES)
@@ -40,19 +36,19 @@ def test_ddp_trains_as_without_hierarchy(pool: list[str], reducers: int) -> None
         assert len({rank[mode]["weights"] for rank in found}) == 1
 
 
-def test_on_one_node_there_is_no_hierarchy(pool: list[str]) -> None:
+def test_on_one_node_there_is_no_hierarchy(pool):
     found = run("train", pool, nodes=1)
     assert {rank["auto"]["between"] for rank in found} == {len(EVERYBODY)}
     assert all(rank["auto"]["losses"] == rank["off"]["losses"] for rank in found)
 
 
-def test_every_rank_hears_in_time_who_was_killed(pool: list[str]) -> None:
+def test_every_rank_hears_in_time_who_was_killed(pool):
     found = run("lose", pool)
     assert {rank["said"] for rank in found} == {f"RankLostError {VICTIM}"}
     assert all(rank["seconds"] < 3.0 for rank in found)
 
 
-def test_without_reducers_the_nodes_go_through_process_groups() -> None:
+def test_without_reducers_the_nodes_go_through_process_groups():
     with local_pool(2) as servers:
         victims = ",".join(str(process_of(server).pid) for server in servers)
         for rank in run("fall_back", servers, VICTIMS=victims):
@@ -60,6 +56,6 @@ def test_without_reducers_the_nodes_go_through_process_groups() -> None:
             assert rank["between"] == NODES
 
 
-def test_what_cannot_be_combined_is_refused(pool: list[str]) -> None:
+def test_what_cannot_be_combined_is_refused(pool):
     for rank in run("refuse", pool):
         assert "or set REDUCTION_HIERARCHY=off" in rank["said"]

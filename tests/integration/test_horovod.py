@@ -1,7 +1,5 @@
 """The Horovod interface at three real ranks: every call, every option of the optimizer, join()."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -20,7 +18,7 @@ CUDA = "tests.integration.horovod_cuda"
 SIZE = 3
 
 
-def run_cases(module: str, size: int = SIZE) -> list[dict[str, str]]:
+def run_cases(module, size=SIZE):
     """Run a module's cases at every rank, and return what went wrong at each."""
     with local_pool(2) as servers:
         given = environments(size, servers, REDUCTION_TIMEOUT="60s")
@@ -28,42 +26,42 @@ def run_cases(module: str, size: int = SIZE) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def ops() -> list[dict[str, str]]:
+def ops():
     return run_cases(OPS)
 
 
 @pytest.mark.parametrize("case", case_names(OPS))
-def test_calls(ops: list[dict[str, str]], case: str) -> None:
+def test_calls(ops, case):
     assert [rank.get(case, "not reached") for rank in ops] == [""] * SIZE
 
 
 @pytest.fixture(scope="module")
-def training() -> list[dict[str, str]]:
+def training():
     return run_cases(TRAINING)
 
 
 @pytest.mark.parametrize("case", case_names(TRAINING))
-def test_training(training: list[dict[str, str]], case: str) -> None:
+def test_training(training, case):
     assert [rank.get(case, "not reached") for rank in training] == [""] * SIZE
 
 
 @pytest.fixture(scope="module")
-def elastic() -> list[dict[str, str]]:
+def elastic():
     return run_cases(ELASTIC)
 
 
 @pytest.mark.parametrize("case", case_names(ELASTIC))
-def test_elastic_states(elastic: list[dict[str, str]], case: str) -> None:
+def test_elastic_states(elastic, case):
     assert [rank.get(case, "not reached") for rank in elastic] == [""] * SIZE
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def errors(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+def errors(request):
     return run_cases(ERRORS, request.param)
 
 
 @pytest.mark.parametrize("case", case_names(ERRORS))
-def test_errors(errors: list[dict[str, str]], case: str) -> None:
+def test_errors(errors, case):
     assert {rank.get(case, "not reached") for rank in errors} == {""}
 
 
@@ -84,13 +82,13 @@ time.sleep(1.5 * (hvd.size() - hvd.rank() - 1))
 """
 
 
-def run_script(given: list[dict[str, str]]) -> list[str]:
+def run_script(given):
     """Run SCRIPT at every rank, and return what each prints; a slow one also logs who has left."""
     with ranks(given, "-c", SCRIPT) as job:
         return job.outputs()
 
 
-def environment(**told: str) -> dict[str, str]:
+def environment(**told):
     """Return the environment of a rank that no launcher has told anything, but for this."""
     (given,) = environments(1)
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -99,18 +97,18 @@ def environment(**told: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_on_a_gpu() -> None:
+def test_tensors_on_a_gpu():
     assert run_cases(CUDA, 2) == [dict.fromkeys(case_names(CUDA), "")] * 2
 
 
-def test_without_servers_every_rank_hosts_a_reducer_until_all_have_left() -> None:
+def test_without_servers_every_rank_hosts_a_reducer_until_all_have_left():
     assert run_script(environments(2)) == [
         "0 2 0 2 0 1 -0.5 -0.5 2\n",
         "1 2 1 2 0 1 -0.5 -0.5 2\n",
     ]
 
 
-def test_mpirun_says_who_is_who() -> None:
+def test_mpirun_says_who_is_who():
     # As if on two hosts: what the launcher says of places goes before what is found out.
     with local_pool(1) as servers:
         said = run_script(
@@ -129,18 +127,18 @@ def test_mpirun_says_who_is_who() -> None:
     assert said == ["0 2 0 1 0 2 -0.5 -0.5 2\n", "1 2 0 1 1 2 -0.5 -0.5 2\n"]
 
 
-def test_without_a_launcher_the_job_is_of_one() -> None:
+def test_without_a_launcher_the_job_is_of_one():
     assert run_script([environment()]) == ["0 1 0 1 0 1 0.0 0.0 1\n"]
 
 
-def test_servers_without_a_launcher_are_refused() -> None:
+def test_servers_without_a_launcher_are_refused():
     given = [environment(REDUCTION_SERVERS="127.0.0.1:1")]
     with ranks(given, "-c", "import worker_client.horovod as hvd; hvd.init()") as (rank,):
         rank.wait(100)
         assert "ConfigError: rank and world size are unknown" in rank.err
 
 
-def test_a_rank_is_killed_and_one_joins(pool: list[str]) -> None:
+def test_a_rank_is_killed_and_one_joins(pool):
     arguments = ["examples/horovod_elastic_digits.py", "--epochs", "12", "--pause", "0.01"]
     settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "60s"}
     given = environments(3, pool, REDUCTION_JOB="elastic", **settings)
@@ -186,7 +184,7 @@ hvd.shutdown()
 """
 
 
-def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for(pool: list[str]) -> None:
+def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for(pool):
     settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "1500ms"}
     with ranks(environments(2, pool, REDUCTION_JOB="stall", **settings), "-c", STALL) as job:
         assert job.outputs() == ["6 30 0\n", "6 30 1\n"]

@@ -1,7 +1,5 @@
 """Ranks leave a training and join it: the ranks that are there have the same bits in every step."""
 
-from __future__ import annotations
-
 import random
 import signal
 import sys
@@ -9,7 +7,6 @@ import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,12 +19,6 @@ from tests.ranks import Loopback, environments, ranks
 from tests.waits import within_s
 from worker_client.client.bootstrap import connect
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
-    from worker_client.communicators.elastic import Change
-
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 PATIENCE_S = 60.0
@@ -37,27 +28,27 @@ MODULE = "tests.integration.join_rank"
 class Training:
     """A training whose ranks come and go, its reducers, and what the ranks have said."""
 
-    def __init__(self, lab: Loopback, ranks: Ranks, pool: Pool, workers: int) -> None:
+    def __init__(self, lab, ranks, pool, workers):
         self.pool = pool
         self.present = set(range(workers))  # processes
-        self.steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)  # by step and rank
-        self.latest: dict[int, dict[str, Any]] = {}  # by process
+        self.steps = defaultdict(dict)  # by step and rank
+        self.latest = {}  # by process
         self._started = workers
-        self.ended: set[int] = set()
+        self.ended = set()
         self.missed = False
         self._lab = lab
         self._ranks = ranks
 
-    def kill(self, process: int) -> None:
+    def kill(self, process):
         self.present.discard(process)
         self._ranks.kill(process)
 
-    def join(self) -> None:
+    def join(self):
         self._ranks.start(self._lab, REDUCTION_JOIN="1", PROCESS=str(self._started))
         self.present.add(self._started)
         self._started += 1
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def until(self, done):
         end = time.monotonic() + PATIENCE_S
         while not done():
             if time.monotonic() > end:
@@ -72,15 +63,15 @@ class Training:
             else:
                 self.steps[said["step"]][said["rank"]] = self.latest[said["process"]] = said
 
-    def rest(self, seconds: float) -> None:
+    def rest(self, seconds):
         end = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > end)
 
-    def settle(self, steps: int = 3) -> None:
+    def settle(self, steps=3):
         """Wait until those that are here have made some steps among themselves."""
         until = [0]
 
-        def among_themselves() -> bool:
+        def among_themselves():
             here = [self.latest.get(process) for process in self.present]
             ranks = {one["rank"] for one in here if one}
             if any(one is None or set(one["present"]) != ranks for one in here):
@@ -90,16 +81,16 @@ class Training:
 
         self.until(among_themselves)
 
-    def all_in_use(self) -> bool:
+    def all_in_use(self):
         """Whether every rank that is here uses all reducers."""
         return all(self.latest[process]["all_in_use"] for process in self.present)
 
-    def finish(self) -> None:
+    def finish(self):
         self._ranks.tell(str(max(self.steps) + 20))
         self.until(lambda: self.ended >= self.present)
         self.until(lambda: not self._ranks.running)
 
-    def check(self) -> None:
+    def check(self):
         """Hold every step against its own ranks, and the last loss against the first."""
         for step, said in sorted(self.steps.items()):
             one = next(iter(said.values()))
@@ -112,9 +103,7 @@ class Training:
         assert losses[-1] < 0.7 * losses[0]
 
 
-def run(
-    workers: int, reducers: int, action: Callable[[Training], None], **settings: str
-) -> Training:
+def run(workers, reducers, action, **settings):
     with Loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:])
         try:
@@ -132,8 +121,8 @@ def run(
     return training
 
 
-def test_four_ranks_become_three_four_six_and_five() -> None:
-    def action(training: Training) -> None:
+def test_four_ranks_become_three_four_six_and_five():
+    def action(training):
         training.kill(1)
         training.settle()
         training.join()
@@ -156,13 +145,13 @@ def test_four_ranks_become_three_four_six_and_five() -> None:
 
 
 @pytest.mark.parametrize("missed", ["admission", "meeting", "decision"])
-def test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost(missed: str) -> None:
+def test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost(missed):
     """Rank 1 lacks the admission, or the last result of the meeting with rank 3; rank 2 dies.
 
     Or no rank that is left has the admission: then rank 3 is not let in, and asks again.
     """
 
-    def action(training: Training) -> None:
+    def action(training):
         training.join()
         training.until(lambda: training.missed)
         training.rest(0.5)  # the others have it and go on
@@ -173,10 +162,10 @@ def test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost(mi
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_ranks_are_lost_while_others_join(seed: int) -> None:
+def test_ranks_are_lost_while_others_join(seed):
     rng = random.Random(seed)
 
-    def action(training: Training) -> None:
+    def action(training):
         for _ in range(4):
             training.join()
             training.rest(rng.choice((0.0, 0.5, 1.0, 2.0)))
@@ -186,10 +175,10 @@ def test_ranks_are_lost_while_others_join(seed: int) -> None:
     run(4, 2, action)
 
 
-def test_many_changes_while_reducers_come_and_go() -> None:
+def test_many_changes_while_reducers_come_and_go():
     rng = random.Random(0)
 
-    def action(training: Training) -> None:
+    def action(training):
         for change in range(50):
             if len(training.present) > 3 and (len(training.present) > 5 or rng.random() < 0.5):
                 training.kill(rng.choice(sorted(training.present)))
@@ -210,34 +199,32 @@ CONTINUE = {"on_rank_lost": "continue", "timeout": "30s"}
 class Newcomer:
     """A rank that joins, in a thread of this process."""
 
-    def __init__(self, servers: list[str], job: str, arguments: dict[str, Any]) -> None:
-        self.client: Client | None = None
-        self.error: BaseException | None = None
+    def __init__(self, servers, job, arguments):
+        self.client = None
+        self.error = None
         defaults = {"servers": servers, "job": job, "join": True, **CONTINUE}
         self._arguments = {**defaults, **arguments}
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
-    def _run(self) -> None:
+    def _run(self):
         try:
             self.client = connect(**self._arguments)
         except BaseException as error:  # noqa: BLE001 (the test's own thread looks at it)
             self.error = error
 
-    def end(self) -> None:
+    def end(self):
         self.thread.join()
         if self.client is not None:
             self.client.shutdown()
 
 
 @pytest.fixture
-def newcomers(
-    servers: list[str], request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Newcomer]]:
+def newcomers(servers, request):
     """Make ranks that want to join the test's job."""
-    made: list[Newcomer] = []
+    made = []
 
-    def make(**arguments: Any) -> Newcomer:
+    def make(**arguments):
         made.append(Newcomer(servers, request.node.name[:100], arguments))
         return made[-1]
 
@@ -246,10 +233,10 @@ def newcomers(
         newcomer.end()
 
 
-def each(clients: list[Client], what: Callable[[Client], Any]) -> list[Any]:
+def each(clients, what):
     """What a collective call returns or raises at each rank."""
 
-    def call(client: Client) -> Any:
+    def call(client):
         try:
             return what(client)
         except Exception as error:  # noqa: BLE001 (the test looks at it)
@@ -259,7 +246,7 @@ def each(clients: list[Client], what: Callable[[Client], Any]) -> list[Any]:
         return list(pool.map(call, clients))
 
 
-def admit_until(clients: list[Client], done: Callable[[list[Any]], bool]) -> list[Any]:
+def admit_until(clients, done):
     """Let the ranks make steps until they report something."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
@@ -270,8 +257,8 @@ def admit_until(clients: list[Client], done: Callable[[list[Any]], bool]) -> lis
     raise AssertionError(f"it has not come to that: {found}")
 
 
-def total(clients: list[Client], name: str | None = None) -> list[float]:
-    def call(client: Client) -> float:
+def total(clients, name=None):
+    def call(client):
         given = np.full(1000, 10.0**client.rank)
         client.all_reduce(given, "sum", name=name).wait(30)
         assert len(set(given)) == 1
@@ -280,13 +267,11 @@ def total(clients: list[Client], name: str | None = None) -> list[float]:
     return each(clients, call)
 
 
-def test_calls_of_all_kinds_are_over_whoever_has_joined(
-    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
-) -> None:
+def test_calls_of_all_kinds_are_over_whoever_has_joined(job, newcomers):
     clients = job(2, **CONTINUE)
     assert total(clients, "named") == [11, 11]
     before = clients[0].calls
-    told: list[Change] = []
+    told = []
     clients[1].on_membership(told.append)
     newcomer = newcomers()
     admit_until(clients, lambda found: found == [True, True])
@@ -304,9 +289,7 @@ def test_calls_of_all_kinds_are_over_whoever_has_joined(
     assert clients[0].calls > before
 
 
-def test_a_rank_that_is_lost_and_one_that_takes_its_place(
-    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
-) -> None:
+def test_a_rank_that_is_lost_and_one_that_takes_its_place(job, newcomers):
     clients = job(3, **CONTINUE)
     assert total(clients) == [111] * 3
     clients.pop(1).shutdown()
@@ -321,9 +304,7 @@ def test_a_rank_that_is_lost_and_one_that_takes_its_place(
     assert newcomer.client.present == clients[0].present == (0, 2, 3)
 
 
-def test_a_newcomer_that_gives_up_costs_nothing(
-    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
-) -> None:
+def test_a_newcomer_that_gives_up_costs_nothing(job, newcomers):
     clients = job(2, **CONTINUE)
     each(clients, lambda client: client.admit())
     newcomers(timeout="1s").thread.join()  # nobody calls admit()
@@ -336,7 +317,7 @@ def test_a_newcomer_that_gives_up_costs_nothing(
     assert total(everybody) == [11 + 10.0**newcomer.client.rank] * 3
 
 
-def test_nobody_is_there_to_let_a_rank_in(newcomers: Callable[..., Newcomer]) -> None:
+def test_nobody_is_there_to_let_a_rank_in(newcomers):
     newcomer = newcomers(timeout="1s")
     newcomer.thread.join()
     assert isinstance(newcomer.error, ReductionTimeout)
@@ -351,18 +332,14 @@ def test_nobody_is_there_to_let_a_rank_in(newcomers: Callable[..., Newcomer]) ->
         ({"hierarchy": "auto"}, "REDUCTION_HIERARCHY"),
     ],
 )
-def test_what_does_not_go_with_joining(
-    newcomers: Callable[..., Newcomer], settings: dict[str, Any], said: str
-) -> None:
+def test_what_does_not_go_with_joining(newcomers, settings, said):
     newcomer = newcomers(**settings)
     newcomer.thread.join()
     assert isinstance(newcomer.error, ConfigError)
     assert said in str(newcomer.error)
 
 
-def test_settings_that_differ_are_an_error_of_who_joins_alone(
-    job: Callable[..., list[Client]], newcomers: Callable[..., Newcomer]
-) -> None:
+def test_settings_that_differ_are_an_error_of_who_joins_alone(job, newcomers):
     clients = job(2, chunk_bytes="64KiB", **CONTINUE)
     each(clients, lambda client: client.admit())
     time.sleep(0.5)  # the lobby is open
@@ -380,10 +357,8 @@ def test_settings_that_differ_are_an_error_of_who_joins_alone(
     assert newcomer.client is not None
 
 
-def test_a_callback_that_fails_costs_nothing(
-    job: Callable[..., list[Client]], caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(change: Change) -> None:
+def test_a_callback_that_fails_costs_nothing(job, caplog):
+    def fail(change):
         raise ValueError(change)
 
     clients = job(3, **CONTINUE)
@@ -394,7 +369,7 @@ def test_a_callback_that_fails_costs_nothing(
     assert "a callback of on_membership() failed" in caplog.text
 
 
-def test_ranks_join_between_calls(job: Callable[..., list[Client]]) -> None:
+def test_ranks_join_between_calls(job):
     clients = job(2, **CONTINUE)
     work = clients[0].all_reduce(ones())
     with pytest.raises(ConfigError, match=r"wait for all calls before admit\(\)"):
@@ -414,7 +389,7 @@ def test_ranks_join_between_calls(job: Callable[..., list[Client]]) -> None:
         client.admit()
 
 
-def test_the_example_trains_alike_at_old_ranks_and_new_ones(servers: list[str]) -> None:
+def test_the_example_trains_alike_at_old_ranks_and_new_ones(servers):
     arguments = ["examples/elastic_digits.py", "--steps", "120", "--pause", "0.01"]
     settings = {"REDUCTION_JOB": "digits", "REDUCTION_TIMEOUT": "60s"}
     started = environments(2, servers, **settings)

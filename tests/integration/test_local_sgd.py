@@ -1,7 +1,5 @@
 """What averages weights through a client: they are not rounded, whatever gradients travel as."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,7 +13,7 @@ from worker_client.local_sgd import PeriodicModelAverager
 
 
 @pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "fp8_e4m3"])
-def test_weights_travel_as_they_are(pool: list[str], wire_dtype: str) -> None:
+def test_weights_travel_as_they_are(pool, wire_dtype):
     layers = [nn.Linear(80, 80) for _ in range(2)]  # each with weights of its own
     for parameter in (one for layer in layers for one in layer.parameters()):
         parameter.grad = torch.zeros_like(parameter)  # torch averages no others
@@ -31,7 +29,7 @@ def test_weights_travel_as_they_are(pool: list[str], wire_dtype: str) -> None:
             ThreadPoolExecutor(2) as threads,
         ):
 
-            def average(rank: int) -> None:
+            def average(rank):
                 averager = PeriodicModelAverager(2, client=clients[rank])
                 averager.average_parameters(layers[rank].parameters())
 

@@ -1,12 +1,9 @@
 """Garbage on the port, and clients that are used in ways they are not made for."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import socket
 import threading
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,11 +17,6 @@ from tests.integration.calls import all_reduce, errors_of, ones, process_of
 from tests.ranks import environments, ranks
 from worker_client.client.bootstrap import connect
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-
 pytestmark = [
     pytest.mark.usefixtures("impl"),
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
@@ -34,7 +26,7 @@ pytestmark = [
 # -- strangers --------------------------------------------------------------------------------
 
 
-def test_garbage_disturbs_nobody(job: Callable[..., list[Client]], servers: list[str]) -> None:
+def test_garbage_disturbs_nobody(job, servers):
     clients = job(2)
     all_reduce(clients)
     host, port = servers[0].split(":")
@@ -64,7 +56,7 @@ def test_garbage_disturbs_nobody(job: Callable[..., list[Client]], servers: list
                 assert Header.unpack(reply[0]).type is MessageType.ERROR
 
 
-def test_slots_are_freed(job: Callable[..., list[Client]], servers: list[str]) -> None:
+def test_slots_are_freed(job, servers):
     clients = job(2)
     reducers = [process_of(server) for server in servers]
     arrays = [ones(1 << 20) for _ in clients]
@@ -83,7 +75,7 @@ def test_slots_are_freed(job: Callable[..., list[Client]], servers: list[str]) -
 # -- using the client -------------------------------------------------------------------------
 
 
-def test_many_in_flight_and_many_threads(job: Callable[..., list[Client]]) -> None:
+def test_many_in_flight_and_many_threads(job):
     clients = job(3, window_bytes="1MiB", chunk_bytes="64KiB")
     works = [
         [client.all_reduce(np.full(i, r + 1.0), op="sum") for i in range(300)]
@@ -94,17 +86,17 @@ def test_many_in_flight_and_many_threads(job: Callable[..., list[Client]]) -> No
             assert (work.wait(20) == np.full(i, 6.0)).all()
             assert work.done()
 
-    def call(client: Client, results: list) -> None:
+    def call(client, results):
         results.extend(client.all_reduce(ones(), op="sum").wait(10)[0] for _ in range(50))
 
-    results: list[float] = []
+    results = []
     threads = [threading.Thread(target=call, args=(c, results)) for c in clients for _ in range(2)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert results == [3.0] * 300
 
 
-def test_a_shape_goes_with_a_name(job: Callable[..., list[Client]]) -> None:
+def test_a_shape_goes_with_a_name(job):
     clients = job(2)
     for client in clients:
         with pytest.raises(ConfigError, match="give name= as well"):
@@ -126,7 +118,7 @@ def test_a_shape_goes_with_a_name(job: Callable[..., list[Client]]) -> None:
         work.wait()
 
 
-def test_shutdown_ends_what_is_in_flight(job: Callable[..., list[Client]]) -> None:
+def test_shutdown_ends_what_is_in_flight(job):
     clients = job(2)
     called = threading.Event()
     work = clients[0].all_reduce(ones())
@@ -142,7 +134,7 @@ def test_shutdown_ends_what_is_in_flight(job: Callable[..., list[Client]]) -> No
         clients[0].all_reduce(ones())
 
 
-def _in_child(client: Client, answers: multiprocessing.Queue) -> None:
+def _in_child(client, answers):
     try:
         client.all_reduce(ones())
     except LocalProtocolError as error:
@@ -150,7 +142,7 @@ def _in_child(client: Client, answers: multiprocessing.Queue) -> None:
     client.shutdown()
 
 
-def test_a_forked_child_cannot_use_the_client(job: Callable[..., list[Client]]) -> None:
+def test_a_forked_child_cannot_use_the_client(job):
     clients = job(2)
     fork = multiprocessing.get_context("fork")
     answers = fork.Queue()
@@ -162,7 +154,7 @@ def test_a_forked_child_cannot_use_the_client(job: Callable[..., list[Client]]) 
     all_reduce(clients)
 
 
-def test_init_is_idempotent(servers: list[str]) -> None:
+def test_init_is_idempotent(servers):
     arguments = {"servers": servers, "rank": 0, "world_size": 1, "job": "idempotent"}
     client = worker_client.init(**arguments)
     assert worker_client.init() is client
@@ -175,7 +167,7 @@ def test_init_is_idempotent(servers: list[str]) -> None:
     again.shutdown()
 
 
-def test_without_reducers_or_a_process_group_it_says_what_to_do() -> None:
+def test_without_reducers_or_a_process_group_it_says_what_to_do():
     with pytest.raises(ConfigError, match="REDUCTION_SERVERS"):
         connect(rank=0, world_size=2)
     with pytest.raises(ConfigError, match="torchrun"):
@@ -184,7 +176,7 @@ def test_without_reducers_or_a_process_group_it_says_what_to_do() -> None:
         connect(servers="127.0.0.1:1", embedded=True, rank=0, world_size=2)
 
 
-def test_a_process_that_was_started_with_others_is_no_job_of_one() -> None:
+def test_a_process_that_was_started_with_others_is_no_job_of_one():
     code = """
 import worker_client, worker_client.horovod.torch as hvd
 from reducer.errors import ConfigError

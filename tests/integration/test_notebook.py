@@ -1,36 +1,30 @@
 """`examples/failover.ipynb`, executed by the command for readers without a browser."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.commands import run_command
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "failover.ipynb"
 STEPS, BATCH = 200, 128
 
 
-def cells(notebook: Path) -> list[dict[str, Any]]:
+def cells(notebook):
     return [cell for cell in json.loads(notebook.read_text())["cells"] if "outputs" in cell]
 
 
-def printed(cell: dict[str, Any]) -> str:
+def printed(cell):
     outputs = [output for output in cell["outputs"] if output.get("name") == "stdout"]
     return "".join(line for output in outputs for line in output["text"])
 
 
-def losses_of_one_process() -> Iterator[float]:
+def losses_of_one_process():
     """The losses of the same training by one process, with the batches of all ranks."""
     torch = pytest.importorskip("torch", reason="needs torch")
     datasets = pytest.importorskip("sklearn.datasets", reason="needs scikit-learn")
@@ -48,13 +42,13 @@ def losses_of_one_process() -> Iterator[float]:
         yield loss.item()
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
+def test_the_notebook_is_kept_without_outputs():
     assert [cell["outputs"] for cell in cells(NOTEBOOK)] == [[]] * len(cells(NOTEBOOK))
     assert {cell["execution_count"] for cell in cells(NOTEBOOK)} == {None}
 
 
 @pytest.mark.timeout(400)
-def test_the_loss_goes_on_when_a_reducer_is_killed(tmp_path: Path) -> None:
+def test_the_loss_goes_on_when_a_reducer_is_killed(tmp_path):
     for module in ("nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(module, reason=f"needs {module}")
     expected = list(losses_of_one_process())

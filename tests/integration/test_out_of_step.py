@@ -1,14 +1,11 @@
 """Ranks that are refused a call, interrupted in it, or ask for something else: the next matches."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,21 +17,16 @@ from tests.interrupts import BoomError, boom_at
 from tests.waits import within_s
 from worker_client.client.bootstrap import connect
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from worker_client.client.client import Client
-
 pytestmark = pytest.mark.usefixtures("impl")
 
 
 @pytest.fixture(scope="module")
-def three(impl: str) -> Iterator[list[Client]]:
+def three(impl):
     with local_pool(2) as servers, joined(3, servers=servers, timeout="5s") as clients:
         yield clients
 
 
-def check(clients: list[Client], calls: int = 20) -> None:
+def check(clients, calls=20):
     for call in range(calls):
         works = [
             client.all_reduce(np.full(1000, 10.0 * call + client.rank), "sum") for client in clients
@@ -56,9 +48,7 @@ def check(clients: list[Client], calls: int = 20) -> None:
         ([1.0, 2.0], {}, "NumPy array"),
     ],
 )
-def test_a_call_that_one_rank_is_refused(
-    three: list[Client], data: Any, arguments: dict[str, Any], says: str
-) -> None:
+def test_a_call_that_one_rank_is_refused(three, data, arguments, says):
     with pytest.raises(ConfigError, match=says) as refused:
         three[1].all_reduce(data, **arguments)
     begun = time.monotonic()
@@ -71,8 +61,8 @@ def test_a_call_that_one_rank_is_refused(
     check(three)
 
 
-def test_calls_in_flight_around_a_refused_one(three: list[Client]) -> None:
-    works: list[list[Any]] = [[], [], []]
+def test_calls_in_flight_around_a_refused_one(three):
+    works = [[], [], []]
     for call in range(30):
         for client in three:
             if call == 11 and client.rank == 2:
@@ -89,8 +79,8 @@ def test_calls_in_flight_around_a_refused_one(three: list[Client]) -> None:
 
 
 @pytest.mark.parametrize("field", ["size", "weight", "dtype", "op"])
-def test_the_next_call_after_a_mismatch(three: list[Client], field: str) -> None:
-    def odd(client: Client) -> Any:
+def test_the_next_call_after_a_mismatch(three, field):
+    def odd(client):
         data = np.ones(64 if field == "size" and client.rank == 1 else 32, np.float32)
         data = data.astype(np.float64) if field == "dtype" and client.rank == 1 else data
         op = "max" if field == "op" and client.rank == 1 else "mean"
@@ -103,9 +93,7 @@ def test_the_next_call_after_a_mismatch(three: list[Client], field: str) -> None
     check(three)
 
 
-def test_an_exception_out_of_a_trace_at_any_line_of_a_call(
-    three: list[Client],
-) -> None:
+def test_an_exception_out_of_a_trace_at_any_line_of_a_call(three):
     """Wherever it comes in `all_reduce`: the others hear of it, or it counts at no rank."""
     for line in range(1, 400):
         work, interrupted, before = None, False, three[1].calls
@@ -131,7 +119,7 @@ def test_an_exception_out_of_a_trace_at_any_line_of_a_call(
         pytest.fail("the call has more lines than were tried")
 
 
-def test_an_exception_at_any_line_of_a_call_with_a_name(three: list[Client]) -> None:
+def test_an_exception_at_any_line_of_a_call_with_a_name(three):
     """It is made, or the others hear that it is not; the next call of the name matches."""
     for line in range(1, 200):
         interrupted = False
@@ -160,7 +148,7 @@ def test_an_exception_at_any_line_of_a_call_with_a_name(three: list[Client]) -> 
 # -- who is who -------------------------------------------------------------------------------
 
 
-def test_a_run_without_a_name_is_told_to_take_one(no_settings: None) -> None:
+def test_a_run_without_a_name_is_told_to_take_one(no_settings):
     with (
         local_pool(1) as servers,
         pytest.raises(ConfigError, match="REDUCTION_JOB=NAME, the same at every rank"),
@@ -168,14 +156,14 @@ def test_a_run_without_a_name_is_told_to_take_one(no_settings: None) -> None:
         connect(rank=0, world_size=2, servers=servers)
 
 
-def test_a_job_of_one_needs_no_name(no_settings: None) -> None:
+def test_a_job_of_one_needs_no_name(no_settings):
     with local_pool(1) as servers:
         for _ in range(2):
             with connect(rank=0, world_size=1, servers=servers) as client:
                 assert client.all_reduce(np.ones(3), "sum").wait(5).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_the_process_of_an_earlier_run_is_not_met() -> None:
+def test_the_process_of_an_earlier_run_is_not_met():
     """Its rank 0 was killed before its first call; its rank 1 has yet to call."""
     code = "import sys, worker_client; worker_client.init(); print(flush=True); sys.stdin.read()"
     with local_pool(2) as servers:
@@ -202,9 +190,9 @@ def test_the_process_of_an_earlier_run_is_not_met() -> None:
             check(both, 1)
 
 
-def test_an_earlier_run_that_ends_soon_is_waited_for() -> None:
+def test_an_earlier_run_that_ends_soon_is_waited_for():
     with local_pool(1) as servers, ThreadPoolExecutor(2) as pool:
-        common: dict[str, Any] = {"world_size": 2, "servers": servers, "job": "again"}
+        common = {"world_size": 2, "servers": servers, "job": "again"}
         old = connect(rank=1, **common)
         connect(rank=0, **common).shutdown()
         joining = pool.submit(connect, rank=0, **common)
@@ -227,12 +215,10 @@ def test_an_earlier_run_that_ends_soon_is_waited_for() -> None:
         ("servers", (slice(2), slice(None, None, -1)), ("0", "1")),
     ],
 )
-def test_ranks_of_other_settings_learn_it_at_once(
-    variable: str, values: tuple[Any, Any], said: tuple[str, str]
-) -> None:
+def test_ranks_of_other_settings_learn_it_at_once(variable, values, said):
     with local_pool(2) as servers, ThreadPoolExecutor(2) as pool:
 
-        def call(rank: int) -> MismatchError:
+        def call(rank):
             value = values[rank]
             settings = {variable: servers[value] if variable == "servers" else value}
             common = {"world_size": 2, "servers": servers, "job": "settings"}

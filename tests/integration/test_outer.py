@@ -1,11 +1,9 @@
 """Outer steps: the ranks' bits beside NumPy's, checkpoints, lost reducers, ranks that differ."""
 
-from __future__ import annotations
-
 import io
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +15,8 @@ from tests.conftest import joined, local_pool
 from tests.integration.calls import process_of
 from worker_client import elastic
 from worker_client.client.bootstrap import connect
+from worker_client.client.client import Client
 from worker_client.outer import OuterOptimizer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-    from worker_client.work import Work
 
 F = np.float32
 STREAMING = {"every": 4, "fragments": 2, "delay": 3, "lr": 0.7, "momentum": 0.9}
@@ -31,7 +24,7 @@ INT8 = {"wire_dtype": "int8"}
 WIDE = 80  # 80 * 80 float32 values are rounded on the wire, 80 are not
 
 
-def layers(width: int = 6, seed: int = 7) -> nn.Module:
+def layers(width=6, seed=7):
     """Two layers whose weights are the same every time."""
     made = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
     generator = torch.Generator().manual_seed(seed)  # ranks are threads
@@ -51,12 +44,12 @@ class Rank:
     step: int = 0
     weights: list[bytes] = field(default_factory=list)  # after each step
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.model = layers(self.width, self.seed)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.outer = OuterOptimizer(self.model, self.client, **self.settings)
 
-    def train(self, until: int) -> Rank:
+    def train(self, until):
         while self.step < until:
             own_step(self.model, self.sgd, self.client.rank, self.step, self.width)
             self.outer.step()
@@ -64,13 +57,13 @@ class Rank:
             self.weights.append(weights(self.model))
         return self
 
-    def saved(self) -> bytes:
+    def saved(self):
         file = io.BytesIO()
         state = [one.state_dict() for one in (self.model, self.sgd, self.outer)]
         torch.save([*state, self.step], file)
         return file.getvalue()
 
-    def load(self, saved: bytes) -> Rank:
+    def load(self, saved):
         model, sgd, outer, self.step = torch.load(io.BytesIO(saved), weights_only=True)
         self.model.load_state_dict(model)
         self.sgd.load_state_dict(sgd)
@@ -78,7 +71,7 @@ class Rank:
         return self
 
 
-def own_step(model: nn.Module, sgd: torch.optim.SGD, rank: int, step: int, width: int) -> None:
+def own_step(model, sgd, rank, step, width):
     generator = torch.Generator().manual_seed(1000 * rank + step)
     inputs = torch.randn(8, width, generator=generator)
     sgd.zero_grad()
@@ -86,17 +79,17 @@ def own_step(model: nn.Module, sgd: torch.optim.SGD, rank: int, step: int, width
     sgd.step()
 
 
-def weights(model: nn.Module) -> bytes:
+def weights(model):
     return b"".join(one.detach().numpy().tobytes() for one in model.parameters())
 
 
-def outer_state(rank: Rank) -> list[bytes]:
+def outer_state(rank):
     fragments = rank.outer.state_dict()["fragments"]
     kept = [one[key] for one in fragments for key in ("outer", "velocity", "residual")]
     return [one.numpy().tobytes() for one in kept if one is not None]
 
 
-def each(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
+def each(clients, call):
     """What a call returns at each rank, all at the same time."""
     with ThreadPoolExecutor(len(clients)) as threads:
         return list(threads.map(call, clients))
@@ -108,7 +101,7 @@ class Expected:
     Outer steps as in arXiv 2501.18512: fragments take turns, and are merged after a delay.
     """
 
-    def __init__(self, ranks: int, settings: dict[str, Any]) -> None:
+    def __init__(self, ranks, settings):
         self.settings = {"fragments": 1, "delay": 0, "skipped": 0, **settings}
         self.models = [layers() for _ in range(ranks)]
         self.own = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
@@ -119,9 +112,9 @@ class Expected:
         ]
         self.outer = [one.detach().numpy().copy() for one in self.models[0].parameters()]
         self.velocity = [np.zeros_like(one) for one in self.outer]
-        self.due: dict[int, list[tuple[int, np.ndarray]]] = {}
+        self.due = {}
 
-    def train(self, steps: int) -> Expected:
+    def train(self, steps):
         every, delay = self.settings["every"], self.settings["delay"]
         for step in range(1, steps + 1):
             for rank, (model, sgd) in enumerate(zip(self.models, self.own, strict=True)):
@@ -136,7 +129,7 @@ class Expected:
                 self.merge(step)
         return self
 
-    def mean(self, which: int) -> np.ndarray:
+    def mean(self, which):
         total = None
         for model in self.models:  # in the order of ranks
             delta = self.outer[which] - list(model.parameters())[which].detach().numpy()
@@ -144,7 +137,7 @@ class Expected:
         return total / F(len(self.models))
 
     @torch.no_grad()
-    def merge(self, step: int) -> None:
+    def merge(self, step):
         momentum, lr = F(self.settings["momentum"]), F(self.settings["lr"])
         alpha = self.settings.get("alpha", 0.5 if self.settings["delay"] else 0.0)
         for which, mean in self.due.pop(step, []):
@@ -155,7 +148,7 @@ class Expected:
                 merged = own.numpy() * F(alpha) + self.outer[which] * F(1 - alpha)
                 own.copy_(torch.from_numpy(merged if alpha else self.outer[which]))
 
-    def outer_state(self) -> list[bytes]:
+    def outer_state(self):
         return [
             b"".join(kept[which].tobytes() for which in fragment)
             for fragment in self.fragments
@@ -173,7 +166,7 @@ class Expected:
     ],
     ids=["plain", "local SGD", "streaming", "forgetting"],
 )
-def test_ranks_and_numpy_have_the_same_bits(pool: list[str], settings: dict[str, Any]) -> None:
+def test_ranks_and_numpy_have_the_same_bits(pool, settings):
     with joined(3, servers=pool, job="outer") as clients:
         ranks = each(clients, lambda client: Rank(client, settings).train(18))
         expected = Expected(3, settings).train(18)
@@ -183,7 +176,7 @@ def test_ranks_and_numpy_have_the_same_bits(pool: list[str], settings: dict[str,
             np.testing.assert_allclose(own, np.frombuffer(weights(model), F), rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_begin_as_rank_0_and_end_alike(pool: list[str]) -> None:
+def test_ranks_begin_as_rank_0_and_end_alike(pool):
     with joined(2, servers=pool, job="outer") as clients:
         ranks = each(clients, lambda client: Rank(client, STREAMING, seed=client.rank))
         assert weights(ranks[1].model) == weights(ranks[0].model) == weights(layers(seed=0))
@@ -195,8 +188,8 @@ def test_ranks_begin_as_rank_0_and_end_alike(pool: list[str]) -> None:
         assert weights(ranks[0].model) == ended, "nothing was learned since"
 
 
-def test_a_checkpoint_amid_an_averaging_goes_on_with_the_same_bits(pool: list[str]) -> None:
-    def train(job: str, until: int, files: list[bytes]) -> list[Any]:
+def test_a_checkpoint_amid_an_averaging_goes_on_with_the_same_bits(pool):
+    def train(job, until, files):
         with joined(2, servers=pool, job=job, **INT8) as clients:
             made = each(clients, lambda client: Rank(client, STREAMING, WIDE))
             for rank, file in zip(made, files, strict=False):
@@ -205,7 +198,7 @@ def test_a_checkpoint_amid_an_averaging_goes_on_with_the_same_bits(pool: list[st
             saved[:] = [rank.saved() for rank in made]
             return [(rank.weights, outer_state(rank)) for rank in made]
 
-    saved: list[bytes] = []
+    saved = []
     whole = train("whole", 20, [])
     train("first", 11, [])
     (fragment, _) = torch.load(io.BytesIO(saved[1]), weights_only=True)[2]["fragments"]
@@ -215,8 +208,8 @@ def test_a_checkpoint_amid_an_averaging_goes_on_with_the_same_bits(pool: list[st
     assert second == [(weights[11:], outer) for weights, outer in whole]
 
 
-def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
-    def train(job: str, *, kill: bool) -> list[list[bytes]]:
+def test_a_reducer_dies_and_the_bits_are_the_same():
+    def train(job, *, kill):
         with local_pool(2) as servers, joined(2, servers=servers, job=job, **INT8) as clients:
             ranks = each(clients, lambda client: Rank(client, STREAMING, WIDE).train(10))
             if kill:
@@ -228,7 +221,7 @@ def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
     assert train("killed", kill=True) == train("undisturbed", kill=False)
 
 
-def test_an_averaging_that_has_failed_is_made_up_for(pool: list[str]) -> None:
+def test_an_averaging_that_has_failed_is_made_up_for(pool):
     settings = {"every": 5, "lr": 0.7, "momentum": 0.9}
     with joined(2, servers=pool, job="outer", timeout=1) as clients:
         ranks = each(clients, lambda client: Rank(client, settings).train(4))
@@ -243,7 +236,7 @@ def test_an_averaging_that_has_failed_is_made_up_for(pool: list[str]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["steps", "lr", "momentum"])
-def test_ranks_that_differ_are_told(pool: list[str], fault: str) -> None:
+def test_ranks_that_differ_are_told(pool, fault):
     with joined(2, servers=pool, job="outer") as clients:
         ranks = each(clients, lambda client: Rank(client, {"every": 2}))
         before = ranks[1].outer.state_dict()
@@ -254,7 +247,7 @@ def test_ranks_that_differ_are_told(pool: list[str], fault: str) -> None:
             setattr(ranks[1].outer, fault, 0.5)
         outer = [outer_state(rank) for rank in ranks]
 
-        def told(client: Client) -> None:
+        def told(client):
             with pytest.raises(MismatchError, match="load the state of one checkpoint") as error:
                 ranks[client.rank].train(4)
             assert (error.value.field, error.value.rank, error.value.other_rank) == (fault, 0, 1)
@@ -266,15 +259,15 @@ def test_ranks_that_differ_are_told(pool: list[str], fault: str) -> None:
 class Fails:
     """An all-reduce that ends well, and is told to one rank as a failure."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work):
         self._work = work
 
-    def wait(self) -> None:
+    def wait(self):
         self._work.wait()
         raise ReductionTimeout("too late at this rank", missing=())
 
 
-def test_an_averaging_that_has_failed_at_one_rank_alone(pool: list[str]) -> None:
+def test_an_averaging_that_has_failed_at_one_rank_alone(pool):
     # Where one fragment is merged the other one begins: after an error, too.
     settings = {"every": 2, "fragments": 2, "delay": 1}
     with joined(2, servers=pool, job="outer") as clients:
@@ -287,7 +280,7 @@ def test_an_averaging_that_has_failed_at_one_rank_alone(pool: list[str]) -> None
         works = tuple(Fails(work) for work in second.works)
         ranks[0].outer._fragments[1]._averaging = second._replace(works=works)
 
-        def step(rank: Rank) -> str:
+        def step(rank):
             """Return the field that ranks disagree on."""
             try:
                 rank.train(rank.step + 1)
@@ -296,7 +289,7 @@ def test_an_averaging_that_has_failed_at_one_rank_alone(pool: list[str]) -> None
                 return getattr(error, "field", "")
             return ""
 
-        def told(client: Client) -> list[str]:
+        def told(client):
             rank = ranks[client.rank]
             return [field for _ in range(3) if (field := step(rank))]
 
@@ -310,8 +303,8 @@ def test_an_averaging_that_has_failed_at_one_rank_alone(pool: list[str]) -> None
         assert outer_state(ranks[0]) == outer_state(ranks[1])
 
 
-def test_small_steps_add_up_in_types_of_16_bits(pool: list[str]) -> None:
-    def train(client: Client) -> float:
+def test_small_steps_add_up_in_types_of_16_bits(pool):
+    def train(client):
         layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
         with torch.no_grad():
             layer.weight.fill_(1.0)
@@ -326,10 +319,10 @@ def test_small_steps_add_up_in_types_of_16_bits(pool: list[str]) -> None:
         assert each(clients, train) == [1 + 8 * 2.0**-8] * 2
 
 
-def test_ranks_must_agree_at_the_beginning(pool: list[str]) -> None:
+def test_ranks_must_agree_at_the_beginning(pool):
     with joined(2, servers=pool, job="outer") as clients:
 
-        def told(client: Client) -> None:
+        def told(client):
             said = "ranks disagree on every: rank 0 says 2, rank 1 says 3"
             with pytest.raises(MismatchError, match=said):
                 Rank(client, {"every": 2 + client.rank})
@@ -337,11 +330,11 @@ def test_ranks_must_agree_at_the_beginning(pool: list[str]) -> None:
         each(clients, told)
 
 
-def test_a_rank_joins_with_the_outer_state_of_the_others(pool: list[str]) -> None:
+def test_a_rank_joins_with_the_outer_state_of_the_others(pool):
     settings = {**STREAMING, "delay": 1}
-    how: dict[str, Any] = {"servers": pool, "job": "outer", "on_rank_lost": "continue", **INT8}
+    how = {"servers": pool, "job": "outer", "on_rank_lost": "continue", **INT8}
 
-    def train(rank: Rank) -> tuple[bytes, int]:
+    def train(rank):
         with_newcomer = 0
         while with_newcomer < 20:
             if not rank.outer.averaging:
@@ -354,7 +347,7 @@ def test_a_rank_joins_with_the_outer_state_of_the_others(pool: list[str]) -> Non
         rank.outer.finish()
         return weights(rank.model), rank.step
 
-    def join() -> tuple[bytes, int]:
+    def join():
         with connect(join=True, **how) as client:
             return train(Rank(client, settings, WIDE, seed=3))
 
@@ -375,12 +368,12 @@ def test_a_rank_joins_with_the_outer_state_of_the_others(pool: list[str]) -> Non
         ({"every": 3, "alpha": 1.0}, "alpha=1.0: give 0 to less than 1"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, Any], said: str) -> None:
+def test_wrong_arguments(arguments, said):
     with pytest.raises(ConfigError, match=said):
         OuterOptimizer(layers(), **arguments)
 
 
-def test_wrong_models(pool: list[str]) -> None:
+def test_wrong_models(pool):
     with pytest.raises(ConfigError, match="no parameter that requires a gradient"):
         OuterOptimizer(layers().requires_grad_(False), every=1)
     with pytest.raises(ConfigError, match="neither complex ones nor DTensors"):

@@ -3,11 +3,8 @@
 The part of the tutorial that takes two machines is in tests/lab/test_tutorial.py.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,21 +20,18 @@ from tests.pages import (
     stand_in_for_torchrun,
 )
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 QUICKSTART = ["--nproc-per-node", "2", "examples/quickstart.py"]
 
 
 @pytest.fixture
-def torchrun(tmp_path: Path) -> Path:
+def torchrun(tmp_path):
     """A folder with a stand-in for torchrun."""
     pytest.importorskip("torch", reason="needs torch")
     stand_in_for_torchrun(tmp_path)
     return tmp_path
 
 
-def test_the_three_commands_of_the_first_page_run_as_shown() -> None:
+def test_the_three_commands_of_the_first_page_run_as_shown():
     if run_command("make", "--question", ".venv/demo-ready", cwd=ROOT).returncode:
         pytest.skip("would install packages: run make demo")
     (commands,) = blocks("docs/index.md", "sh")
@@ -47,12 +41,12 @@ def test_the_three_commands_of_the_first_page_run_as_shown() -> None:
     assert len({weights for _, _, weights, _ in FINGERPRINT.findall(said)}) == 1
 
 
-def test_the_tutorial_goes_on_from_the_first_page() -> None:
+def test_the_tutorial_goes_on_from_the_first_page():
     (commands,) = blocks("docs/index.md", "sh")
     assert commands.splitlines()[-1] in blocks("docs/tutorial.md", "sh")[0]
 
 
-def test_the_tutorial_runs_as_shown_on_one_machine(torchrun: Path) -> None:
+def test_the_tutorial_runs_as_shown_on_one_machine(torchrun):
     steps = on_free_ports("".join(blocks("docs/tutorial.md", "sh")[:5]))
     with shell(steps, path=torchrun, HOME=str(torchrun)) as running:
         asked = [answer_torchrun(torchrun) for _ in range(3)]
@@ -71,7 +65,7 @@ def test_the_tutorial_runs_as_shown_on_one_machine(torchrun: Path) -> None:
     assert "as it should be" in said
 
 
-def test_a_script_for_horovod_runs_as_shown(torchrun: Path) -> None:
+def test_a_script_for_horovod_runs_as_shown(torchrun):
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     (train,) = blocks("docs/from-horovod.md", "sh")
     (line,) = blocks("docs/from-horovod.md", "python")
@@ -83,7 +77,7 @@ def test_a_script_for_horovod_runs_as_shown(torchrun: Path) -> None:
     assert int(first[3]) > 0
 
 
-def test_the_backend_trains_as_gloo_does(torchrun: Path) -> None:
+def test_the_backend_trains_as_gloo_does(torchrun):
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     (train,) = blocks("docs/from-gloo.md", "sh")
     with shell(train, path=torchrun) as running:
@@ -96,7 +90,7 @@ def test_the_backend_trains_as_gloo_does(torchrun: Path) -> None:
     assert float(ours[0][1]) == pytest.approx(float(stock[0][1]), abs=1e-5)
 
 
-def test_a_job_for_vertex_is_planned_and_rehearsed_as_shown() -> None:
+def test_a_job_for_vertex_is_planned_and_rehearsed_as_shown():
     plan, rehearse = blocks("docs/from-vertex.md", "sh")
     with shell(plan) as running:
         printed = json.loads(finish(running))

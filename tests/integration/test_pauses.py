@@ -1,12 +1,9 @@
 """Processes that are stopped: silence counts only for one that ran, and could have heard."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,11 +11,6 @@ from reducer import local_pool
 from tests.integration.calls import process_of, until_stopped
 from tests.ranks import environments, ranks
 from tests.waits import within_s
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from tests.ranks import Ranks
 
 PATIENCE_S = 2.0
 UNANSWERED_S = 0.4  # longer than between two heartbeats; twice that is borne
@@ -38,21 +30,21 @@ client.shutdown()
 pytestmark = pytest.mark.usefixtures("impl")
 
 
-def send(number: signal.Signals, processes: Iterable[int]) -> None:
+def send(number, processes):
     for process in processes:
         os.kill(process, number)
         if number is signal.SIGSTOP:
             until_stopped(process)
 
 
-def call(job: Ranks) -> list[str]:
+def call(job):
     """Have every rank make an all-reduce; return what they print."""
     for rank in job:
         print(file=rank.stdin, flush=True)
     return [rank.stdout.readline().rstrip() for rank in job]
 
 
-def test_a_pause_of_all_processes_loses_nobody_and_of_one_reducer_that_one() -> None:
+def test_a_pause_of_all_processes_loses_nobody_and_of_one_reducer_that_one():
     settings = {"REDUCTION_JOB": "pauses", "REDUCTION_PATIENCE": f"{PATIENCE_S:g}s"}
     with local_pool(2) as servers:
         reducers = [process_of(server).pid for server in servers]

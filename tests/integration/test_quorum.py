@@ -1,7 +1,5 @@
 """Averagings by quorum: ranks that are late, stopped amid one, or dead; the same bits at all."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -10,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -38,13 +35,6 @@ from worker_client.outer import OuterOptimizer
 from worker_client.outer.averaging import Averaging
 from worker_client.outer.quorum import Participant
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.ranks import Ranks
-    from worker_client.client.client import Client
-    from worker_client.outer.quorum import Attempt
-
 SLOW_LINKS = ROOT / "docs" / "slow-links.md"
 MODULE = "tests.integration.quorum_rank"
 STOPS_IN_A_CONTRIBUTION = "worker.before_send=stop@44"
@@ -52,9 +42,7 @@ STOPS_IN_A_RESULT = "worker.received=stop@44"
 
 
 @contextmanager
-def training(
-    servers: list[str], world_size: int, *, failpoints: str = "", more: Any = None, **settings: Any
-) -> Iterator[Ranks]:
+def training(servers, world_size, *, failpoints="", more=None, **settings):
     """Ranks that train; the last one has the failpoints."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = environments(
@@ -68,19 +56,19 @@ def training(
         yield job
 
 
-def check_alike(results: list[dict[str, Any]]) -> None:
+def check_alike(results):
     """Every outer step of a fragment is the same at all ranks that have it."""
-    seen: dict[str, str] = {}
+    seen = {}
     for result in results:
         for step, digest in result["digests"].items():
             assert seen.setdefault(step, digest) == digest, f"outer step {step} differs"
 
 
-def longest(result: dict[str, Any]) -> float:
+def longest(result):
     return max(end - begin for begin, end in result["waits"])
 
 
-def test_a_rank_is_stopped_amid_an_averaging(pool: list[str]) -> None:
+def test_a_rank_is_stopped_amid_an_averaging(pool):
     check_stop(pool, STOPS_IN_A_CONTRIBUTION, "1s")  # the reducers give it up
 
 
@@ -88,13 +76,11 @@ def test_a_rank_is_stopped_amid_an_averaging(pool: list[str]) -> None:
     ("failpoints", "patience"),
     [(STOPS_IN_A_CONTRIBUTION, "30s"), (STOPS_IN_A_RESULT, "1s"), (STOPS_IN_A_RESULT, "30s")],
 )
-def test_a_rank_is_stopped_elsewhere_or_given_up_by_the_others(
-    pool: list[str], failpoints: str, patience: str
-) -> None:
+def test_a_rank_is_stopped_elsewhere_or_given_up_by_the_others(pool, failpoints, patience):
     check_stop(pool, failpoints, patience)
 
 
-def check_stop(pool: list[str], failpoints: str, patience: str) -> None:
+def check_stop(pool, failpoints, patience):
     more = {"REDUCTION_PATIENCE": patience, "REDUCTION_CHUNK_BYTES": "64KiB"}
     settings = {"min_ranks": 2, "grace": 2.5, "steps": 60}
     with training(pool, 3, failpoints=failpoints, more=more, **settings) as job:
@@ -110,7 +96,7 @@ def check_stop(pool: list[str], failpoints: str, patience: str) -> None:
     assert max(longest(result) for result in results[:2]) < 2.5 + 1.0
 
 
-def test_a_rank_dies_and_every_averaging_ends_without_it(pool: list[str]) -> None:
+def test_a_rank_dies_and_every_averaging_ends_without_it(pool):
     settings = {"min_ranks": 2, "grace": 1.5, "steps": 20, "fragments": 1, "port": free_port()}
     (store,) = re.findall(r"^ +python -c \"(.*TCPStore.*)\"$", SLOW_LINKS.read_text(), re.M)
     store = re.sub(r"'[\d.]+', \d+", f"'127.0.0.1', {settings['port']}", store)
@@ -128,10 +114,10 @@ def test_a_rank_dies_and_every_averaging_ends_without_it(pool: list[str]) -> Non
 
 
 @pytest.mark.parametrize("patience", ["1s", "60s"])
-def test_one_of_eight_is_stopped_again_and_again(pool: list[str], patience: str) -> None:
+def test_one_of_eight_is_stopped_again_and_again(pool, patience):
     grace_s = 5.0
     chance = random.Random(patience)
-    stops: list[tuple[int, float, float]] = []
+    stops = []
     settings = {"min_ranks": 7, "grace": grace_s, "steps": 600, "step_s": 0.05}
     with training(pool, 8, more={"REDUCTION_PATIENCE": patience}, **settings) as job:
         assert [rank.stdout.readline() for rank in job] == ["begins\n"] * 8
@@ -169,7 +155,7 @@ class Expected:
     by their tokens, and a rank that is left out goes on from where it is.
     """
 
-    def __init__(self, count: int, settings: dict[str, Any]) -> None:
+    def __init__(self, count, settings):
         self.settings = {"delay": 0, "alpha": 0.5 if settings.get("delay") else 0.0, **settings}
         self.models = [layers() for _ in range(count)]
         self.own = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
@@ -179,12 +165,12 @@ class Expected:
         self.made = [0] * count
         self.tokens = [0.0] * count
 
-    def learn(self, rank: int, step: int) -> None:
+    def learn(self, rank, step):
         own_step(self.models[rank], self.own[rank], rank, step, 6)
         self.tokens[rank] += tokens_of(rank)
 
     @torch.no_grad()
-    def average(self, begins: int, members: list[int], unheard: int | None = None) -> None:
+    def average(self, begins, members, unheard=None):
         """Have all ranks learn in a step, and these average after it.
 
         Args:
@@ -235,7 +221,7 @@ class Expected:
         for rank in set(members) - {unheard}:
             self.made[rank] = made
 
-    def outer_state(self, rank: int) -> list[bytes]:
+    def outer_state(self, rank):
         kept = (self.outer[rank], self.velocity[rank])
         return [b"".join(one.tobytes() for one in each_of) for each_of in kept]
 
@@ -249,16 +235,16 @@ class Impatience:
 
     now = False
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         begin = Participant.__init__
 
-        def choose(participant: Participant, *arguments: Any, **named: Any) -> None:
+        def choose(participant, *arguments, **named):
             begin(participant, *arguments, **{**named, "grace_s": 0.1 if self.now else 60.0})
 
         monkeypatch.setattr(Participant, "__init__", choose)
 
 
-def sum_of(arrays: list[np.ndarray]) -> np.ndarray:
+def sum_of(arrays):
     """In the order of ranks, one by one."""
     total = arrays[0].copy()
     for one in arrays[1:]:
@@ -266,11 +252,11 @@ def sum_of(arrays: list[np.ndarray]) -> np.ndarray:
     return total
 
 
-def tokens_of(rank: int) -> float:
+def tokens_of(rank):
     return 100.0 + 30 * rank
 
 
-def train(rank: Rank, until: int) -> None:
+def train(rank, until):
     while rank.step < until:
         own_step(rank.model, rank.sgd, rank.client.rank, rank.step, rank.width)
         rank.step += 1
@@ -278,16 +264,14 @@ def train(rank: Rank, until: int) -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_ranks_and_numpy_have_the_same_bits(
-    pool: list[str], monkeypatch: pytest.MonkeyPatch, delay: int
-) -> None:
+def test_ranks_and_numpy_have_the_same_bits(pool, monkeypatch, delay):
     every = 5
     settings = {"every": every, "delay": delay, "min_ranks": 2, "grace": 60, "store": HashStore()}
     impatient = Impatience(monkeypatch)
-    unheard: list[int] = []
+    unheard = []
     complete = Participant.complete
 
-    def lose(self: Participant) -> None:
+    def lose(self):
         """As a rank whose connections broke before its results came."""
         if self._rank not in unheard:
             complete(self)
@@ -344,9 +328,7 @@ AVERAGINGS = [
 ]
 
 
-def test_a_checkpoint_of_ranks_of_which_one_is_behind(
-    pool: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_ranks_of_which_one_is_behind(pool, monkeypatch):
     settings = {"every": 5, "min_ranks": 2, "grace": 60, "store": HashStore()}
     impatient = Impatience(monkeypatch)
     with joined(3, servers=pool, job="quorum", timeout=20, **INT8) as clients:
@@ -360,7 +342,7 @@ def test_a_checkpoint_of_ranks_of_which_one_is_behind(
         made = [rank.outer._fragments[0]._made for rank in ranks]
         assert made == [2, 2, 1]
 
-        def go_on(client: Client) -> tuple[bytes, list[bytes]]:
+        def go_on(client):
             rank = ranks[client.rank].train(22)
             kept = rank.outer.state_dict()["fragments"][0]
             rank.outer.finish()
@@ -375,7 +357,7 @@ def test_a_checkpoint_of_ranks_of_which_one_is_behind(
         assert each(clients, go_on) == went_on
 
 
-def test_a_finish_after_a_finish_changes_nothing(pool: list[str]) -> None:
+def test_a_finish_after_a_finish_changes_nothing(pool):
     settings = {"every": 5, "min_ranks": 2, "grace": 60, "store": HashStore()}
     with joined(2, servers=pool, job="quorum", timeout=20) as clients:
         ranks = each(clients, lambda client: Rank(client, settings).train(8))
@@ -386,7 +368,7 @@ def test_a_finish_after_a_finish_changes_nothing(pool: list[str]) -> None:
         assert ended[0] == ended[1]
 
 
-def test_too_few_ranks(pool: list[str]) -> None:
+def test_too_few_ranks(pool):
     settings = {"every": 2, "min_ranks": 2, "grace": 60, "store": HashStore()}
     with joined(3, servers=pool, job="quorum", timeout=3) as clients:
         ranks = each(clients, lambda client: Rank(client, settings))
@@ -401,7 +383,7 @@ def test_too_few_ranks(pool: list[str]) -> None:
         assert others == [first] * 2
 
 
-def test_ranks_that_differ(pool: list[str]) -> None:
+def test_ranks_that_differ(pool):
     store = HashStore()
     settings = {"every": 2, "min_ranks": 2, "grace": 60, "store": store}
     with joined(2, servers=pool, job="quorum", timeout=20) as clients, ThreadPoolExecutor(1) as one:
@@ -430,7 +412,7 @@ def test_ranks_that_differ(pool: list[str]) -> None:
         ({"min_ranks": 2, "grace": "soon", "store": HashStore()}, "grace"),
     ],
 )
-def test_wrong_arguments(pool: list[str], arguments: dict[str, Any], said: str) -> None:
+def test_wrong_arguments(pool, arguments, said):
     with joined(2, servers=pool, job="quorum") as (client, _):
         with pytest.raises(ConfigError, match=said):
             OuterOptimizer(layers(), client, every=2, **arguments)
@@ -438,8 +420,8 @@ def test_wrong_arguments(pool: list[str], arguments: dict[str, Any], said: str) 
             OuterOptimizer.step(OuterOptimizer.__new__(OuterOptimizer), tokens=-1.0)
 
 
-def test_jobs_that_cannot_have_one_of_some_ranks(pool: list[str]) -> None:
-    quorum: dict[str, Any] = {"min_ranks": 1, "grace": 1.0, "store": HashStore()}
+def test_jobs_that_cannot_have_one_of_some_ranks(pool):
+    quorum = {"min_ranks": 1, "grace": 1.0, "store": HashStore()}
     with (
         joined(1, servers=pool, job="quorum", on_rank_lost="continue") as (client,),
         pytest.raises(ConfigError, match="without REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST"),
@@ -447,8 +429,8 @@ def test_jobs_that_cannot_have_one_of_some_ranks(pool: list[str]) -> None:
         OuterOptimizer(layers(), client, every=2, **quorum)
 
 
-def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
-    def train(*, kill: bool) -> list[list[bytes]]:
+def test_a_reducer_dies_and_the_bits_are_the_same():
+    def train(*, kill):
         settings = {"every": 5, "min_ranks": 2, "grace": 10.0, "store": HashStore()}
         with local_pool(2) as servers, joined(3, servers=servers, job="quorum", **INT8) as clients:
             ranks = each(clients, lambda client: Rank(client, settings, WIDE).train(9))
@@ -465,7 +447,7 @@ def test_a_reducer_dies_and_the_bits_are_the_same() -> None:
     assert train(kill=True) == train(kill=False)
 
 
-def begin_late(self: Averaging, attempt: Attempt) -> None:
+def begin_late(self, attempt):
     """Rank 1 contributes when the others have given it up."""
     time.sleep(3.0 if self._quorum.client.rank == 1 else 0.0)
     BEGIN(self, attempt)
@@ -474,8 +456,8 @@ def begin_late(self: Averaging, attempt: Attempt) -> None:
 BEGIN = Averaging._begin
 
 
-def test_a_void_attempt_leaves_no_trace(pool: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(*, void: bool) -> list[list[bytes]]:
+def test_a_void_attempt_leaves_no_trace(pool, monkeypatch):
+    def train(*, void):
         settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}
         with joined(3, servers=pool, job="quorum", timeout=20, **INT8) as clients:
             ranks = each(clients, lambda client: Rank(client, settings, WIDE).train(9))
@@ -492,15 +474,13 @@ def test_a_void_attempt_leaves_no_trace(pool: list[str], monkeypatch: pytest.Mon
     assert train(void=True) == train(void=False)
 
 
-def test_the_last_averaging_of_the_others_ends_without_a_rank(
-    pool: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_averaging_of_the_others_ends_without_a_rank(pool, monkeypatch):
     settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}
     with joined(3, servers=pool, job="quorum", timeout=20) as clients:
         ranks = each(clients, lambda client: Rank(client, settings).train(8))
         monkeypatch.setattr(Averaging, "_begin", begin_late)
 
-        def finish(client: Client) -> str:
+        def finish(client):
             try:
                 ranks[client.rank].outer.finish()
             except ReductionTimeout as error:
@@ -519,13 +499,13 @@ class Fails(HashStore):
 
     gone = False
 
-    def compare_set(self, *arguments: Any) -> bytes:
+    def compare_set(self, *arguments):
         if self.gone:
             raise RuntimeError("connection reset by peer")
         return super().compare_set(*arguments)
 
 
-def test_a_store_that_is_gone(pool: list[str]) -> None:
+def test_a_store_that_is_gone(pool):
     store = Fails()
     settings = {"every": 2, "min_ranks": 1, "grace": 60, "store": store}
     with joined(1, servers=pool, job="quorum") as (client,):

@@ -1,14 +1,11 @@
 """A rank that is killed or stops is named by every other one, in time; the job can start again."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
 import socket
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,15 +17,11 @@ from tests.ranks import Loopback, environments, ranks
 from tests.waits import within_s
 from worker_client.commands.demo.ranks import free_port
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 STOPPED_S = 3.0
 NAMED_S = 3.0  # a process that stops breaks no connection: first its heartbeats have to be missed
 
 
-def show(found: object) -> None:
+def show(found):
     print(f"\n{found}")  # noqa: T201 (with -s)
 
 
@@ -36,7 +29,7 @@ def show(found: object) -> None:
 
 
 @pytest.mark.parametrize(("tries", "jobs"), [(4, 2), (20, 4)])
-def test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind(tries: int, jobs: int) -> None:
+def test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind(tries, jobs):
     found = rank_loss.measure(tries=tries, workers=4, reducers=2, jobs=jobs)
     show(found)
     assert found.misnamed == []
@@ -45,9 +38,7 @@ def test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind(tries: int, jo
     assert found.kept <= rank_loss.SLACK_BYTES
 
 
-def test_a_killed_rank_that_hosts_a_reducer_is_named_in_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_killed_rank_that_hosts_a_reducer_is_named_in_time(monkeypatch):
     pytest.importorskip("torch", reason="needs torch")
     monkeypatch.setattr(rank_loss.Lab, "loopback", Loopback)  # torch is imported there already
     found = rank_loss.measure(tries=1, workers=4, reducers=0)
@@ -66,12 +57,7 @@ def test_a_killed_rank_that_hosts_a_reducer_is_named_in_time(
     ],
     ids=["good", "late", "misnamed", "grown"],
 )
-def test_the_command_fails_if_something_is_wrong(
-    found: rank_loss.Found,
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_fails_if_something_is_wrong(found, code, monkeypatch, capsys):
     monkeypatch.setattr(rank_loss, "measure", lambda *_: found)
     with pytest.raises(SystemExit) as ended:
         rank_loss.main(tries=20)
@@ -85,7 +71,7 @@ def test_the_command_fails_if_something_is_wrong(
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
+def job():
     """Four ranks and two reducers."""
     with Loopback(6) as lab:
         servers = [reducer.address for reducer in pool.start(lab.hosts[4:])]
@@ -94,7 +80,7 @@ def job() -> Iterator[Job]:
 
 
 @contextmanager
-def stopped(job: Job, rank: int) -> Iterator[float]:
+def stopped(job, rank):
     """A rank that does not run for three seconds, and from when on."""
     start, process = time.monotonic(), job.ranks[rank]
     process.signal(signal.SIGSTOP)
@@ -105,7 +91,7 @@ def stopped(job: Job, rank: int) -> Iterator[float]:
         process.signal(signal.SIGCONT)
 
 
-def test_a_rank_that_stops_for_seconds_is_fenced(job: Job) -> None:
+def test_a_rank_that_stops_for_seconds_is_fenced(job):
     job.begin(rank_loss.ELEMENTS)
     assert job.wait_for_steps(3, 10)
     others = [0, 1, 3]
@@ -136,7 +122,7 @@ def test_a_rank_that_stops_for_seconds_is_fenced(job: Job) -> None:
     assert [sum(step.wrong == 0 for step in told.steps) for told in job.told] == [20] * 4
 
 
-def test_a_rank_that_stops_does_not_disturb_the_next_generation(job: Job) -> None:
+def test_a_rank_that_stops_does_not_disturb_the_next_generation(job):
     job.begin(rank_loss.ELEMENTS)
     assert job.wait_for_steps(3, 10)
     late = job.ranks[2]
@@ -158,9 +144,7 @@ def test_a_rank_that_stops_does_not_disturb_the_next_generation(job: Job) -> Non
 
 
 @pytest.mark.parametrize("seconds", [2.0, 5.0])
-def test_a_rank_that_stops_is_waited_for_if_the_job_is_patient(
-    seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_stops_is_waited_for_if_the_job_is_patient(seconds, monkeypatch):
     monkeypatch.setenv("REDUCTION_PATIENCE", f"{2 * seconds:g}s")
     with Loopback(5) as lab:
         servers = [reducer.address for reducer in pool.start(lab.hosts[3:])]
@@ -179,11 +163,11 @@ def test_a_rank_that_stops_is_waited_for_if_the_job_is_patient(
 # -- a launcher starts the job again --------------------------------------------------------------
 
 
-def facts(folder: Path) -> list[dict]:
+def facts(folder):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
-def test_torchrun_starts_a_job_again_on_the_same_pool(tmp_path: Path) -> None:
+def test_torchrun_starts_a_job_again_on_the_same_pool(tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     whole.mkdir()

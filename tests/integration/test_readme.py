@@ -1,7 +1,5 @@
 """The quick start of the README and the pool of docs/frameworks.md run as they stand there."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -24,18 +22,18 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_readme_fits_a_few_screens() -> None:
+def test_the_readme_fits_a_few_screens():
     assert len(README.splitlines()) <= 160
     assert max(map(len, README.splitlines())) <= 100
 
 
-def test_the_quick_start_is_the_example() -> None:
+def test_the_quick_start_is_the_example():
     (script,) = blocks("README.md", "python", "Quick start")
     assert script == (ROOT / "examples" / "quickstart.py").read_text()
 
 
 @pytest.mark.parametrize("launcher", ["forks", "torchrun"])
-def test_the_quick_start_runs_as_shown(launcher: str, tmp_path: Path) -> None:
+def test_the_quick_start_runs_as_shown(launcher, tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     (script,) = blocks("README.md", "sh", "Quick start")
     assert script.count("5555") == script.count("5556") == 2
@@ -56,7 +54,7 @@ def test_the_quick_start_runs_as_shown(launcher: str, tmp_path: Path) -> None:
     assert all(float(loss) < 1e-3 for _, loss, _, _ in ends)
 
 
-def test_the_pool_for_a_notebook_runs_as_shown_and_warns_of_nothing() -> None:
+def test_the_pool_for_a_notebook_runs_as_shown_and_warns_of_nothing():
     page = (ROOT / "docs" / "frameworks.md").read_text()
     found = re.search(r"^from reducer import local_pool\n.*?(?=^```$)", page, re.M | re.DOTALL)
     assert found, "docs/frameworks.md has no local_pool"
@@ -73,7 +71,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "do
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text()):
         if "://" not in target:
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"

@@ -1,7 +1,5 @@
 """A group of the backend that is given other members by torch's own calls, where torch has them."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
@@ -17,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 COMMAND = ("-m", "tests.integration.reconfigure_rank")
 
 
-def test_members_come_and_go() -> None:
+def test_members_come_and_go():
     with local_pool(2) as servers:
         # The store outlives the ranks, as a launcher's does.
         given = environments(3, servers, REDUCTION_JOB="members")

@@ -3,12 +3,9 @@
 The short form of `bench.rolling`.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +20,11 @@ from worker_client.protocol.failover import ADOPT_S
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
-def test_a_rolling_restart_costs_no_call() -> None:
+def test_a_rolling_restart_costs_no_call():
     check(roll(2, 2.0, 50.0, signal.SIGTERM))
 
 
-def test_every_reducer_is_killed_and_replaced_while_a_call_waits() -> None:
+def test_every_reducer_is_killed_and_replaced_while_a_call_waits():
     with options.lab(2, None) as lab, ExitStack() as stack:
         pool = Pool(lab.hosts)
         stack.callback(pool.stop)
@@ -45,7 +42,7 @@ def test_every_reducer_is_killed_and_replaced_while_a_call_waits() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])  # as many reducers, and so many times
-def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch, count):
     monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "60s")
     with options.lab(count, None) as lab, ExitStack() as stack:
         pool = Pool(lab.hosts)
@@ -69,11 +66,11 @@ def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch: pytest.MonkeyPatch, c
 
 @pytest.mark.parametrize("pace", [1.0, 50.0, 500.0])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_rolling_restarts_at_other_paces(pace: float, number: signal.Signals) -> None:
+def test_rolling_restarts_at_other_paces(pace, number):
     check(roll(3, 3.0, pace, number))
 
 
-def check(said: list[dict[str, Any]]) -> None:
+def check(said):
     for rank in said:
         assert rank["errors"] == []
         assert rank["wrong"] == 0

@@ -1,14 +1,11 @@
 """What a run without a process group is called: runs that share a pool never meet by accident."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,9 +15,6 @@ from tests.conftest import joined, local_pool
 from tests.ranks import SETTINGS
 from worker_client.client.bootstrap import connect
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TWO = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}
 HELD = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -28,7 +22,7 @@ TASK = {"cluster": {"worker": ["localhost:1", "localhost:2"]}, "task": {"type": 
 NAME = "import worker_client; print(worker_client.init().spec.job)"
 
 
-def tell(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+def tell(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -42,18 +36,14 @@ def tell(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     ],
     ids=["env", "torchrun that does not listen", "TF_CONFIG"],
 )
-def test_a_place_where_nobody_listens_is_no_name(
-    no_settings: None, monkeypatch: pytest.MonkeyPatch, told: dict[str, str]
-) -> None:
+def test_a_place_where_nobody_listens_is_no_name(no_settings, monkeypatch, told):
     """Rank 0 of one run and rank 1 of another could come first, and nothing would tell."""
     tell(monkeypatch, told)
     with local_pool(1) as servers, pytest.raises(ConfigError, match="set REDUCTION_JOB=NAME"):
         connect(servers=servers)
 
 
-def test_the_place_where_torchrun_listens_is_a_name(
-    no_settings: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_place_where_torchrun_listens_is_a_name(no_settings, monkeypatch):
     tell(monkeypatch, {**PLACE, **HELD})
     with local_pool(1) as servers, joined(2, servers=servers, job=None) as first:
         works = [client.all_reduce(np.ones(3), "sum") for client in first]
@@ -64,9 +54,7 @@ def test_the_place_where_torchrun_listens_is_a_name(
 
 
 @pytest.mark.parametrize("other", [{"MASTER_PORT": "2"}, {"TORCHELASTIC_RESTART_COUNT": "1"}])
-def test_runs_of_one_name_are_told_apart(
-    no_settings: None, monkeypatch: pytest.MonkeyPatch, other: dict[str, str]
-) -> None:
+def test_runs_of_one_name_are_told_apart(no_settings, monkeypatch, other):
     tell(monkeypatch, {**PLACE, **TWO, "REDUCTION_JOB": "train", "REDUCTION_GENERATION": "1"})
     with local_pool(1) as servers, connect(servers=servers):
         tell(monkeypatch, {**other, "RANK": "1"})
@@ -74,9 +62,7 @@ def test_runs_of_one_name_are_told_apart(
             connect(servers=servers, connect_timeout="1s")
 
 
-def test_runs_of_one_name_at_different_tasks_are_told_apart(
-    no_settings: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_one_name_at_different_tasks_are_told_apart(no_settings, monkeypatch):
     tell(monkeypatch, {"TF_CONFIG": json.dumps(TASK), "REDUCTION_JOB": "train"})
     with local_pool(1) as servers, connect(servers=servers):
         cluster = {"worker": ["localhost:3", "localhost:4"]}
@@ -90,10 +76,10 @@ def test_runs_of_one_name_at_different_tasks_are_told_apart(
     os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a boot's number: needs root"
 )
 @pytest.mark.parametrize("address", ["127.0.0.1", socket.gethostname()])
-def test_machines_made_from_one_image_have_jobs_of_their_own(tmp_path: Path, address: str) -> None:
+def test_machines_made_from_one_image_have_jobs_of_their_own(tmp_path, address):
     """They have the same names and the same numbers of namespaces, but boot for themselves."""
     script = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
-    named: dict[str, set[str]] = {}
+    named = {}
     with local_pool(1) as servers:
         told = {**PLACE, **TWO, **HELD, "MASTER_ADDR": address, "REDUCTION_SERVERS": servers[0]}
         for machine in ("one", "two", "one"):

@@ -1,7 +1,5 @@
 """Real DDP in real processes, with gradients on a device: the tests' own, or a GPU for two."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.conftest import local_pool
@@ -13,7 +11,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 
 
 @pytest.mark.parametrize("kind", ["slow", pytest.param("cuda", marks=on_a_gpu)])
-def test_trains_as_gloo_does(kind: str) -> None:
+def test_trains_as_gloo_does(kind):
     with local_pool(2) as servers:
         given = environments(2, servers)
         ends = run(given, "-m", "tests.integration.staged_ddp", kind)

@@ -1,7 +1,5 @@
 """A job of some ranks of another one, beside it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,10 +9,10 @@ from reducer.errors import ConfigError, LocalProtocolError
 from tests.conftest import joined
 
 
-def test_some_ranks_of_a_job_have_one_of_their_own(pool: list[str]) -> None:
+def test_some_ranks_of_a_job_have_one_of_their_own(pool):
     with joined(3, servers=pool, job="whole") as clients:
 
-        def reduce(at: int) -> tuple[int, int, float]:
+        def reduce(at):
             with clients[at].subgroup("part", [2, 0]) as part:
                 result = part.all_reduce(np.full(100_000, at + 1, np.float32), "sum").wait(10)
                 return part.rank, part.world_size, float(result[-1])
@@ -25,7 +23,7 @@ def test_some_ranks_of_a_job_have_one_of_their_own(pool: list[str]) -> None:
             assert [work.wait(10)[0] for work in whole] == [3.0] * 3
 
 
-def test_jobs_that_cannot_have_one(pool: list[str]) -> None:
+def test_jobs_that_cannot_have_one(pool):
     with (
         joined(1, servers=pool, job="whole", on_rank_lost="continue") as (client,),
         pytest.raises(ConfigError, match="without REDUCTION_FALLBACK, REDUCTION_ON_RANK_LOST"),

@@ -1,12 +1,9 @@
 """What a worker says at its start and its end, unless logging is set up to be silent."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,9 +15,6 @@ from tests.waits import eventually
 from worker_client.client import lines
 from worker_client.client.bootstrap import connect
 from worker_client.client.summary import Summary
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SCRIPT = """
 import logging, sys
@@ -42,7 +36,7 @@ client.shutdown()
 """
 
 
-def run(*arguments: str, **settings: str) -> list[str]:
+def run(*arguments, **settings):
     """Run the script at two ranks with one reducer; return what they write to standard error."""
     with local_pool(1) as servers:
         given = environments(2, servers, REDUCTION_JOB="vision", **settings)
@@ -51,7 +45,7 @@ def run(*arguments: str, **settings: str) -> list[str]:
             return [rank.err.replace(servers[0], "SERVER") for rank in job]
 
 
-def test_one_line_at_the_start_and_one_at_the_end() -> None:
+def test_one_line_at_the_start_and_one_at_the_end():
     for rank, said in enumerate(run()):
         begins, ends = said.splitlines()
         who = f"reduction: rank {rank} of 2, job vision"
@@ -61,7 +55,7 @@ def test_one_line_at_the_start_and_one_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("level", "lines"), [("WARNING", 0), ("INFO", 2)])
-def test_logging_decides_where_it_is_set_up(level: str, lines: int) -> None:
+def test_logging_decides_where_it_is_set_up(level, lines):
     for said in run(level):
         assert "reduction: " not in said
         assert said.count("INFO:worker_client.client.lines:rank ") == lines
@@ -122,7 +116,7 @@ for number, program in enumerate(json.loads(os.environ["PROGRAMS"])):
 """
 
 
-def test_a_timeline_changes_nothing_of_what_is_said(tmp_path: Path) -> None:
+def test_a_timeline_changes_nothing_of_what_is_said(tmp_path):
     given = environments(1, PROGRAMS=json.dumps([*PROGRAMS]), TIMELINES=str(tmp_path))
     with ranks(given, "-c", PROGRAM) as job:
         job.finish()
@@ -137,14 +131,14 @@ def test_a_timeline_changes_nothing_of_what_is_said(tmp_path: Path) -> None:
         assert ("look out" in heard) == ("ERROR" not in program and "disable" not in program)
 
 
-def test_that_torchrun_ends_the_others_is_said_once() -> None:
+def test_that_torchrun_ends_the_others_is_said_once():
     elastic = {"REDUCTION_ON_RANK_LOST": "continue", "TORCHELASTIC_RUN_ID": "none"}
     for said in run("WARNING", LOCAL_WORLD_SIZE="2", **elastic):
         assert "torchrun ends the others of its node" in said
         assert said.count("\n") == 1
 
 
-def test_what_is_lost_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_lost_is_counted_once(caplog):
     caplog.set_level(logging.INFO, lines.__name__)
     with local_pool(3) as servers:
         client = connect(rank=0, world_size=1, servers=servers)
@@ -166,7 +160,7 @@ def test_what_is_lost_is_counted_once(caplog: pytest.LogCaptureFixture) -> None:
         assert "ends: 1 all-reduce, 4 bytes" in caplog.messages[-1]
 
 
-def test_the_straggler_is_told_by_one_rank() -> None:
+def test_the_straggler_is_told_by_one_rank():
     straggler = Straggler(rank=3, cause="late", share=0.31, median_s=0.042)
     found = Summary(
         rank=1,
@@ -186,7 +180,7 @@ def test_the_straggler_is_told_by_one_rank() -> None:
     assert str(replace(found, rank=2)).endswith("went on without rank 0")
 
 
-def test_the_last_line_of_a_rank_that_fails_is_the_error(pool: list[str]) -> None:
+def test_the_last_line_of_a_rank_that_fails_is_the_error(pool):
     script = """
 import numpy as np
 import worker_client

@@ -1,10 +1,7 @@
 """The timelines of a real job in which a reducer is killed, as Perfetto sees it."""
 
-from __future__ import annotations
-
 import signal
 import time
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,9 +9,6 @@ from tests.commands import serving
 from tests.integration import perfetto
 from tests.ranks import environments, ranks
 from worker_client.commands.timeline import merge
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZE = 4
 STEPS = """
@@ -43,7 +37,7 @@ join thread using (utid) join process using (upid) group by 1, 2
 
 
 @pytest.mark.skipif(not perfetto.BROWSER, reason="needs chromium: make test-tools")
-def test_perfetto_opens_the_timelines_of_a_job(tmp_path: Path) -> None:
+def test_perfetto_opens_the_timelines_of_a_job(tmp_path):
     told = {"REDUCTION_TIMELINE": str(tmp_path), "REDUCTION_JOB": "shown"}
     with serving("--timeline", tmp_path) as first, serving("--timeline", tmp_path) as second:
         given = environments(SIZE, [first.address, second.address], **told)
@@ -69,13 +63,13 @@ def test_perfetto_opens_the_timelines_of_a_job(tmp_path: Path) -> None:
         sums = trace.query(PARTS)
         assert len(sums) > SIZE * 4 * 50
         assert all(abs(one["parts"] - one["whole"]) <= 0.05 * one["whole"] for one in sums)
-        found: dict[str, dict[str, int]] = {}
+        found = {}
         for row in trace.query(BY_PROCESS):
             found.setdefault(row["process"], {})[row["name"]] = row["number"]
     check(found, first.address, second.address)
 
 
-def check(found: dict[str, Any], alive: str, killed: str) -> None:
+def check(found, alive, killed):
     """See whether each process has shown what it did."""
     assert len(found) == SIZE + 2
     for rank in range(SIZE):

@@ -1,11 +1,8 @@
 """Where reducers are: several threads of one, one in the worker's own process, and both kinds."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,17 +19,10 @@ from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation as workers
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from reducer.server import Server
-    from worker_client.client.client import Client
-    from worker_client.work import Work
-
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
 
 
-def check_bits(clients: list[Client], count: int, step: int = 0) -> None:
+def check_bits(clients, count, step=0):
     rows = [np.random.default_rng([step, client.rank]).standard_normal(count) for client in clients]
     rows = [row.astype(np.float32) for row in rows]
     expected = np.empty(count, np.float32)
@@ -42,13 +32,13 @@ def check_bits(clients: list[Client], count: int, step: int = 0) -> None:
         assert result.tobytes() == expected.tobytes()
 
 
-def until_received(reducers: list[Server], nbytes: int) -> None:
+def until_received(reducers, nbytes):
     """Wait until so many bytes lie, or lay, in slots; counters are up to date within a tick."""
     eventually(lambda: sum(reducer.counters.bytes_in for reducer in reducers) >= nbytes)
 
 
 @pytest.mark.parametrize("impl", implementation.NAMES)
-def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_thread_of_a_reducer_has_a_share(impl, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", impl)
     with (
         reducer_here(impl=impl, threads=3) as three,
@@ -66,13 +56,13 @@ def test_every_thread_of_a_reducer_has_a_share(impl: str, monkeypatch: pytest.Mo
             assert reducer.counters.bytes_in == pytest.approx(3 * total / 2, rel=0.02)
 
 
-def test_threads_listen_one_port_after_the_other() -> None:
+def test_threads_listen_one_port_after_the_other():
     port = free_ports(3)
     with reducer_here(bind=f"tcp://127.0.0.1:{port}", threads=3) as started:
         assert list(started.lanes) == [f"127.0.0.1:{port + lane}" for lane in range(3)]
 
 
-def free_ports(count: int) -> int:
+def free_ports(count):
     """The first of some ports in a row that nobody has, below those that connections are given."""
     for first in range(21_000, 30_000, count):
         with ExitStack() as stack, suppress(OSError):
@@ -84,13 +74,11 @@ def free_ports(count: int) -> int:
 
 
 @contextmanager
-def beside(
-    servers: list[Server], impl: str, wire_dtype: DType | None = None
-) -> Iterator[list[Client]]:
+def beside(servers, impl, wire_dtype=None):
     """One client in the process of each server, as embedded ranks are."""
     addresses = tuple(server.address for server in servers)
 
-    def join(rank: int) -> Client:
+    def join(rank):
         hosted = servers[rank]
         spec = JobSpec("beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc)
         composer = Composer(
@@ -104,7 +92,7 @@ def beside(
 
 @pytest.mark.parametrize("impl", implementation.NAMES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_reducer_in_the_same_process(impl: str, threads: int) -> None:
+def test_a_reducer_in_the_same_process(impl, threads):
     with ExitStack() as stack:
         servers = [stack.enter_context(reducer_here(impl=impl, threads=threads)) for _ in range(3)]
         with beside(servers, impl) as clients:
@@ -113,7 +101,7 @@ def test_a_reducer_in_the_same_process(impl: str, threads: int) -> None:
 
 
 @pytest.mark.parametrize("impl", implementation.NAMES)
-def test_blocks_for_a_reducer_in_the_same_process(impl: str) -> None:
+def test_blocks_for_a_reducer_in_the_same_process(impl):
     with ExitStack() as stack:
         servers = [stack.enter_context(reducer_here(impl=impl)) for _ in range(3)]
         with beside(servers, impl, DType.BLOCK8) as clients:
@@ -125,7 +113,7 @@ def test_blocks_for_a_reducer_in_the_same_process(impl: str) -> None:
                     assert result.tobytes() == expected.tobytes()
 
 
-def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() -> None:
+def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket():
     # The reducer holds the caller's own memory: it may neither put the result there, nor send from
     # there what the caller may overwrite as soon as its all-reduce is done.
     count = 300_000
@@ -144,7 +132,7 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket() ->
 
 
 @pytest.mark.parametrize("impl", implementation.NAMES)
-def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl: str) -> None:
+def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl):
     count = 1_000_000
     with (
         reducer_here(impl=impl) as first,
@@ -153,9 +141,9 @@ def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl: str) -> 
     ):
         mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)
         work = one.all_reduce(mine, op="sum")
-        late: list[Work] = []
+        late = []
 
-        def overwrite(_: object) -> None:
+        def overwrite(_):
             mine[:] = 99.0
             late.append(two.all_reduce(others, op="sum"))
             with suppress(ReductionError):

@@ -1,7 +1,5 @@
 """The process-group backend in real processes: every collective, against Gloo."""
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,7 +38,7 @@ WITHOUT_GLOO = {
 }
 
 
-def test_every_collective_that_torch_looks_for_is_ours() -> None:
+def test_every_collective_that_torch_looks_for_is_ours():
     """One that is not ours is called with the GIL, and may wait for ever (`torch_backend`)."""
     from worker_client.torch_backend import ReductionGroup  # noqa: PLC0415 (it imports torch)
 
@@ -54,7 +52,7 @@ def test_every_collective_that_torch_looks_for_is_ours() -> None:
     assert found - WITHOUT_GLOO - set(vars(ReductionGroup)) == set()
 
 
-def test_a_torch_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_is_too_old_is_refused(monkeypatch):
     from worker_client import torch_backend  # noqa: PLC0415 (it imports torch)
 
     torch_backend.register()
@@ -64,35 +62,35 @@ def test_a_torch_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.skipif(torch.__version__ < "2.14", reason="torch has looked for names since 2.14")
-def test_a_script_needs_the_name_alone() -> None:
+def test_a_script_needs_the_name_alone():
     assert run(environments(2), "-c", BY_NAME) == [[[2.0] * 3, 12]] * 2
 
 
 @pytest.fixture(scope="module")
-def pool() -> list[dict[str, str]]:
+def pool():
     with local_pool(2) as servers:
         return run(environments(RANKS, servers), *RANK, "reduction")
 
 
 @pytest.fixture(scope="module")
-def embedded() -> list[dict[str, str]]:
+def embedded():
     return run(environments(RANKS), *RANK, "cpu:reduction,cuda:reduction")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
-def test_through_a_pool(pool: list[dict[str, str]], case: str) -> None:
+def test_through_a_pool(pool, case):
     assert [rank[case] for rank in pool] == [""] * RANKS
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
-def test_embedded_and_by_device(embedded: list[dict[str, str]], case: str) -> None:
+def test_embedded_and_by_device(embedded, case):
     assert [rank[case] for rank in embedded] == [""] * RANKS
 
 
 @pytest.mark.timeout(300)
-def test_groups_go_on_through_gloo_when_no_reducer_is_left(tmp_path: Path) -> None:
+def test_groups_go_on_through_gloo_when_no_reducer_is_left(tmp_path):
     ended = tmp_path / "ended"
     with ExitStack() as stack:
         with local_pool(1) as servers:

@@ -1,7 +1,5 @@
 """What is built for others: an archive of sources, and wheels with and without a compiler."""
 
-from __future__ import annotations
-
 import email
 import os
 import re
@@ -43,12 +41,12 @@ assert implementation.select(None, kernels.select(None)) is implementation.PLAIN
 """
 
 
-def build(*arguments: str | Path, **environment: str) -> None:
+def build(*arguments, **environment):
     done = try_to_build(*arguments, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def try_to_build(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def try_to_build(*arguments, **environment):
     # Without isolation, which takes minutes; that pyproject.toml names all that a build needs is
     # what every installation of the checkout shows.
     command = (sys.executable, "-m", "build", "--no-isolation", *arguments)
@@ -56,7 +54,7 @@ def try_to_build(*arguments: str | Path, **environment: str) -> subprocess.Compl
 
 
 @pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive(tmp_path_factory):
     """An archive of the sources."""
     folder = tmp_path_factory.mktemp("dist")
     build("--sdist", "--outdir", folder, ROOT, REDUCTION_BUILD_REPOSITORY=REPOSITORY)
@@ -65,7 +63,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def unpacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(archive, tmp_path_factory):
     """What is in the archive of sources, and nothing that another test has built of it."""
     folder = tmp_path_factory.mktemp("sources")
     with tarfile.open(archive) as packed:
@@ -75,7 +73,7 @@ def unpacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(400)
-def test_a_reducer_runs_from_the_wheel_alone(unpacked: Path, tmp_path: Path) -> None:
+def test_a_reducer_runs_from_the_wheel_alone(unpacked, tmp_path):
     build("--wheel", "--outdir", tmp_path, unpacked)  # of the archive, and of nothing else
     (wheel,) = tmp_path.glob("*.whl")
     home = tmp_path / "empty"
@@ -88,7 +86,7 @@ def test_a_reducer_runs_from_the_wheel_alone(unpacked: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(400)
-def test_what_is_built_for_others_is_compiled_or_not_built(unpacked: Path, tmp_path: Path) -> None:
+def test_what_is_built_for_others_is_compiled_or_not_built(unpacked, tmp_path):
     command = ("--wheel", "--outdir", tmp_path, unpacked)
     done = try_to_build(*command, CC="false", REDUCTION_BUILD_REQUIRED="1")
     assert done.returncode != 0
@@ -97,7 +95,7 @@ def test_what_is_built_for_others_is_compiled_or_not_built(unpacked: Path, tmp_p
 
 
 @pytest.mark.timeout(400)
-def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_the_plain_loops_serve(unpacked, tmp_path):
     build("--wheel", "--outdir", tmp_path, unpacked, CC="false")
     (wheel,) = tmp_path.glob("*.whl")
     home = tmp_path / "home"
@@ -119,7 +117,7 @@ def test_without_a_compiler_the_plain_loops_serve(unpacked: Path, tmp_path: Path
     assert described.get_all("Project-URL") is None
 
 
-def test_links_of_the_description_lead_into_the_repository(archive: Path) -> None:
+def test_links_of_the_description_lead_into_the_repository(archive):
     with tarfile.open(archive) as sources:
         (name,) = (name for name in sources.getnames() if re.fullmatch("[^/]+/PKG-INFO", name))
         packed = sources.extractfile(name)
@@ -138,7 +136,7 @@ def test_links_of_the_description_lead_into_the_repository(archive: Path) -> Non
     assert found == [(picture, places[picture] + target) for picture, target in given]
 
 
-def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(archive: Path) -> None:
+def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(archive):
     with tarfile.open(archive) as sources:
         packed = {name.partition("/")[2] for name in sources.getnames()}
     listed = run_command("git", "ls-files", "reducer", "worker_client", cwd=ROOT)

@@ -1,12 +1,10 @@
 """float32 buffers that travel in 16 or 8 bits, and weighted means: bits, bounds, errors."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,17 +18,12 @@ from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of, reduced
 from worker_client._packing import all_reduce_arrays
 from worker_client.client.bootstrap import connect
+from worker_client.client.client import Client
 from worker_client.communicators import casting
 from worker_client.runtime.driver import AHEAD
 from worker_client.staging import casts, wire_rule
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-    from worker_client.protocol.operation import Operation
-
-    Job = Callable[..., list[Client]]
+Job = Callable[..., list[Client]]
 
 pytestmark = [
     pytest.mark.usefixtures("impl"),
@@ -43,28 +36,28 @@ COUNTS = (SMALL, SMALL + 1, 20 * 252, LARGE - 1, LARGE, LARGE + 13)  # elements
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one value, relative
 
 
-def view(array: np.ndarray) -> memoryview:
+def view(array):
     return array.view(np.uint8).data
 
 
-def values(rank: int, count: int) -> np.ndarray:
+def values(rank, count):
     return np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
 
 
-def sent(array: np.ndarray, wire: str) -> np.ndarray:
+def sent(array, wire):
     """What travels, as bits of 16-bit values."""
     out = np.empty(array.size, np.uint16)
     casts.PlainCasts().narrow(view(array), view(out), wire_rule.WIRE_DTYPES[wire])
     return out
 
 
-def received(halves: np.ndarray, wire: str) -> np.ndarray:
+def received(halves, wire):
     out = np.empty(halves.size, np.float32)
     casts.PlainCasts().widen(view(halves), view(out), wire_rule.WIRE_DTYPES[wire])
     return out
 
 
-def oracle(given: list[np.ndarray], wire: str, op: ReduceOp) -> np.ndarray:
+def oracle(given, wire, op):
     if wire in block8_oracle.Q:
         if op in {ReduceOp.MIN, ReduceOp.MAX}:  # which travel as they are
             return (np.min if op is ReduceOp.MIN else np.max)(given, axis=0)
@@ -76,7 +69,7 @@ def oracle(given: list[np.ndarray], wire: str, op: ReduceOp) -> np.ndarray:
     return received(out, wire)
 
 
-def check(clients: list[Client], count: int, wire: str = "bf16", op: str = "mean") -> None:
+def check(clients, count, wire="bf16", op="mean"):
     """Make an all-reduce; every rank must have the oracle's bits."""
     given = [values(client.rank, count) for client in clients]
     expected = oracle(given, wire, ReduceOp[op.upper()]).tobytes()
@@ -87,7 +80,7 @@ def check(clients: list[Client], count: int, wire: str = "bf16", op: str = "mean
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8_e4m3"])
-def test_every_rank_has_the_oracles_bits(job: Job, wire: str) -> None:
+def test_every_rank_has_the_oracles_bits(job, wire):
     clients = job(3, wire_dtype=wire)
     for count in COUNTS:
         for op in ("sum", "mean", "min", "max") if count < LARGE else ("mean",):
@@ -96,7 +89,7 @@ def test_every_rank_has_the_oracles_bits(job: Job, wire: str) -> None:
             assert clients[0].bytes_reduced - before == 4 * count
 
 
-def test_blocks_of_e4m3_for_any_chunks_and_reducers(impl: str) -> None:
+def test_blocks_of_e4m3_for_any_chunks_and_reducers(impl):
     del impl
     given = [values(rank, 100_001) for rank in range(3)]
     expected = oracle(given, "fp8_e4m3", ReduceOp.MEAN).tobytes()
@@ -110,7 +103,7 @@ def test_blocks_of_e4m3_for_any_chunks_and_reducers(impl: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_the_error_is_that_of_one_rounding(job: Job, wire: str) -> None:
+def test_the_error_is_that_of_one_rounding(job, wire):
     clients = job(3, wire_dtype=wire)
     given = [values(rank, 100_000) for rank in range(3)]
     travels = np.mean([received(sent(a, wire), wire).astype(np.float64) for a in given], axis=0)
@@ -125,7 +118,7 @@ def test_the_error_is_that_of_one_rounding(job: Job, wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_what_tensors_are_packed_with_does_not_change_them(job: Job, wire: str) -> None:
+def test_what_tensors_are_packed_with_does_not_change_them(job, wire):
     clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
     for first in (True, False):
         counts = [np.array([100_257.0], np.float32) for _ in clients]
@@ -150,14 +143,14 @@ def test_what_tensors_are_packed_with_does_not_change_them(job: Job, wire: str) 
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_what_adapters_pack_travels_as_it_would_alone(job: Job, wire: str) -> None:
+def test_what_adapters_pack_travels_as_it_would_alone(job, wire):
     clients = job(2, wire_dtype=wire)
     large = [values(rank, SMALL) for rank in range(2)]
     expected = oracle(large, wire, ReduceOp.SUM).tobytes()
     count = np.array([100_257.0], np.float32)
     almost = np.full(SMALL - 1, 1 + 2.0**-12, np.float32)
 
-    def pack(client: Client) -> list[np.ndarray]:
+    def pack(client):
         mine = [count, large[client.rank], almost, np.ones(3), almost, large[client.rank]]
         return all_reduce_arrays(client, mine, "sum")
 
@@ -170,7 +163,7 @@ def test_what_adapters_pack_travels_as_it_would_alone(job: Job, wire: str) -> No
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job, wire: str) -> None:
+def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job, wire):
     plain, cast = job(2, job="plain"), job(2, wire_dtype=wire)
     for count, dtype, op in (
         (SMALL - 1, np.float32, "mean"),
@@ -187,7 +180,7 @@ def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job: Job, wir
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_tensors_and_strided_memory(job: Job, wire: str) -> None:
+def test_tensors_and_strided_memory(job, wire):
     clients = job(2, wire_dtype=wire)
     given = [values(rank, 2 * SMALL).reshape(2, SMALL) for rank in range(2)]
     expected = oracle([a.T.ravel() for a in given], wire, ReduceOp.MEAN).reshape(SMALL, 2)
@@ -199,7 +192,7 @@ def test_tensors_and_strided_memory(job: Job, wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_what_is_to_be_exact_travels_as_it_is(job: Job, wire: str) -> None:
+def test_what_is_to_be_exact_travels_as_it_is(job, wire):
     clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
     for count in (SMALL, LARGE):
         given = [values(rank, count) for rank in range(2)]
@@ -220,7 +213,7 @@ def test_what_is_to_be_exact_travels_as_it_is(job: Job, wire: str) -> None:
     assert [a.tobytes() for a in weighted] == [((given[0] + given[1]) / 2).tobytes()] * 2
 
 
-def test_special_values_arrive(job: Job) -> None:
+def test_special_values_arrive(job):
     clients = job(2, wire_dtype="fp16")
     given = [np.resize(np.float32([np.nan, np.inf, -np.inf, 1e6, -0.0, 1.0]), SMALL), None]
     given[1] = np.zeros(SMALL, np.float32)
@@ -228,7 +221,7 @@ def test_special_values_arrive(job: Job) -> None:
         np.testing.assert_array_equal(array[:6], [np.nan, np.inf, -np.inf, np.inf, 0.0, 1.0])
 
 
-def test_a_value_that_is_not_finite_spoils_its_block_alone(job: Job) -> None:
+def test_a_value_that_is_not_finite_spoils_its_block_alone(job):
     clients = job(2, wire_dtype="int8")
     given = [values(rank, SMALL) for rank in range(2)]
     given[0][300], given[1][1000] = np.nan, np.inf
@@ -238,12 +231,12 @@ def test_a_value_that_is_not_finite_spoils_its_block_alone(job: Job) -> None:
         assert np.flatnonzero(np.isnan(array)).tolist() == [*range(252, 504), *range(756, 1008)]
 
 
-def test_threads_may_call_at_once(job: Job) -> None:
+def test_threads_may_call_at_once(job):
     clients = job(2, wire_dtype="bf16")
     expected = oracle([values(r, LARGE) for r in range(2)], "bf16", ReduceOp.MEAN).tobytes()
-    ends: list[bytes] = []
+    ends = []
 
-    def call(client: Client) -> None:
+    def call(client):
         for _ in range(3):
             work = client.all_reduce(values(client.rank, LARGE))
             ends.append(work.wait(20).tobytes())
@@ -255,7 +248,7 @@ def test_threads_may_call_at_once(job: Job) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job, wire: str) -> None:
+def test_a_job_that_may_lose_ranks_does_not_cut_calls(job, wire):
     clients = job(2, wire_dtype=wire, on_rank_lost="continue")
     given = [values(rank, LARGE) for rank in range(2)]
     expected = oracle(given, wire, ReduceOp.MEAN).tobytes()
@@ -268,7 +261,7 @@ def test_a_job_that_may_lose_ranks_does_not_cut_calls(job: Job, wire: str) -> No
         clients[0].all_reduce(given[0], weight=2.0)
 
 
-def test_the_others_go_on_in_blocks_without_a_rank(job: Job) -> None:
+def test_the_others_go_on_in_blocks_without_a_rank(job):
     clients = job(3, wire_dtype="int8", on_rank_lost="continue")
     check(clients, SMALL + 1, "int8")
     clients[2].shutdown()
@@ -278,7 +271,7 @@ def test_the_others_go_on_in_blocks_without_a_rank(job: Job) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_a_reducer_may_die_between_the_pieces(impl: str, wire: str) -> None:
+def test_a_reducer_may_die_between_the_pieces(impl, wire):
     del impl
     given = [values(rank, 4 * LARGE) for rank in range(2)]
     expected = oracle(given, wire, ReduceOp.MEAN).tobytes()
@@ -293,7 +286,7 @@ def test_a_reducer_may_die_between_the_pieces(impl: str, wire: str) -> None:
         assert clients[0].counters.losses == 1
 
 
-def open_at(client: Client) -> list[Operation]:
+def open_at(client):
     """What is in progress at the reducers."""
     return list(client._ordered.flat.open)
 
@@ -304,7 +297,7 @@ def open_at(client: Client) -> list[Operation]:
 @pytest.mark.parametrize(
     "counts", [(LARGE, LARGE + 16), (LARGE, 3 * LARGE), (SMALL, SMALL + 1), (LARGE, SMALL)]
 )
-def test_other_sizes_are_named_and_the_next_calls_work(job: Job, counts: tuple[int, int]) -> None:
+def test_other_sizes_are_named_and_the_next_calls_work(job, counts):
     clients = job(2, wire_dtype="bf16", timeout=3)
     works = [c.all_reduce(values(0, n)) for c, n in zip(clients, counts, strict=True)]
     for error in errors_of(works, within_s=2):
@@ -317,9 +310,7 @@ def test_other_sizes_are_named_and_the_next_calls_work(job: Job, counts: tuple[i
 
 
 @pytest.mark.parametrize("counts", [(SMALL, SMALL + 1), (LARGE, LARGE + 1)])
-def test_other_sizes_that_fill_as_many_blocks_are_noticed(
-    job: Job, counts: tuple[int, int]
-) -> None:
+def test_other_sizes_that_fill_as_many_blocks_are_noticed(job, counts):
     clients = job(2, wire_dtype="int8", timeout=3)
     assert len({-(-count // 252) for count in counts}) == 1
     works = [c.all_reduce(values(0, n)) for c, n in zip(clients, counts, strict=True)]
@@ -330,7 +321,7 @@ def test_other_sizes_that_fill_as_many_blocks_are_noticed(
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_ranks_that_disagree_on_what_is_exact_are_named(job: Job, wire: str) -> None:
+def test_ranks_that_disagree_on_what_is_exact_are_named(job, wire):
     clients = job(2, wire_dtype=wire, timeout=3)
     as_sent = {"bf16": "bfloat16", "int8": "block8", "fp8_e4m3": "block8_e4m3"}[wire]
     for name, said in ((None, {"float32", as_sent}), ("x", {True, False})):
@@ -342,7 +333,7 @@ def test_ranks_that_disagree_on_what_is_exact_are_named(job: Job, wire: str) -> 
     check(clients, SMALL, wire)
 
 
-def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
+def test_a_work_ends_when_all_its_pieces_have(job):
     clients = job(2, wire_dtype="bf16")
     work = clients[0].all_reduce(values(0, LARGE), timeout=0.3)
     (call,) = {operation.ended.func.__self__ for operation in open_at(clients[0])}
@@ -357,7 +348,7 @@ def test_a_work_ends_when_all_its_pieces_have(job: Job) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
-def test_pieces_are_cast_when_those_before_have_ended(job: Job, wire: str) -> None:
+def test_pieces_are_cast_when_those_before_have_ended(job, wire):
     """Casts leave the processor to the pieces that travel; later calls follow all pieces."""
     clients = job(2, wire_dtype=wire)
     check(clients, SMALL, wire)
@@ -372,14 +363,14 @@ def test_pieces_are_cast_when_those_before_have_ended(job: Job, wire: str) -> No
     assert [work.wait(20).tobytes() for work in works] == 2 * expected
 
 
-def test_callers_of_other_calls_do_not_disturb_pieces_that_wait(job: Job) -> None:
+def test_callers_of_other_calls_do_not_disturb_pieces_that_wait(job):
     """Threads take turns as often as they can while one looks at what is open."""
     (client,) = job(1, wire_dtype="fp16")
     busy, small = threading.Event(), np.ones(4, np.float32)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
 
-    def others() -> int:
+    def others():
         calls = 0
         while not busy.is_set():
             works = [client.all_reduce(small.copy(), "sum") for _ in range(400)]
@@ -401,7 +392,7 @@ def test_callers_of_other_calls_do_not_disturb_pieces_that_wait(job: Job) -> Non
         sys.setswitchinterval(interval)
 
 
-def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job: Job) -> None:
+def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job):
     clients = job(2, wire_dtype="int8")
     check(clients, SMALL, "int8")
     work = clients[0].all_reduce(values(0, LARGE), timeout=5.0)
@@ -414,7 +405,7 @@ def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job: Job) -> None:
     assert max(piece.deadline for piece in pieces) < called + 5.5
 
 
-def test_shutdown_ends_all_pieces(job: Job) -> None:
+def test_shutdown_ends_all_pieces(job):
     clients = job(2, wire_dtype="bf16")
     work = clients[0].all_reduce(values(0, LARGE))
     clients[0].shutdown()
@@ -423,12 +414,12 @@ def test_shutdown_ends_all_pieces(job: Job) -> None:
     assert not open_at(clients[0])
 
 
-def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
+def test_a_shutdown_between_two_pieces_ends_the_call(job):
     (client,) = job(1, wire_dtype="bf16")
     driver, count = client._ordered.flat, []
     submit = driver.submit
 
-    def stop_after_three(operation: Any) -> None:
+    def stop_after_three(operation):
         count.append(operation)
         if len(count) == 4:
             client.shutdown()
@@ -446,7 +437,7 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job: Job) -> None:
 
 
 @pytest.mark.parametrize("wire", ["none", "bf16", "int8", "fp8_e4m3"])
-def test_a_weighted_mean(job: Job, wire: str) -> None:
+def test_a_weighted_mean(job, wire):
     clients = job(3, wire_dtype=wire)
     weights = [32.0, 7, np.float32(0.5)]
     for count in (1, SMALL, LARGE):
@@ -466,7 +457,7 @@ def test_a_weighted_mean(job: Job, wire: str) -> None:
         assert (np.abs(ends[0] - exact) <= bound).all()
 
 
-def test_equal_weights_are_no_weights(job: Job) -> None:
+def test_equal_weights_are_no_weights(job):
     clients = job(3)
     plain = reduced(clients, [values(rank, 1000) for rank in range(3)])[0].tobytes()
     for weight in (1, 4.0):
@@ -474,7 +465,7 @@ def test_equal_weights_are_no_weights(job: Job) -> None:
         assert [end.tobytes() for end in ends] == [plain] * 3
 
 
-def test_float64_and_strided_data_may_be_weighted(job: Job) -> None:
+def test_float64_and_strided_data_may_be_weighted(job):
     clients = job(2)
     given = [np.arange(12.0).reshape(3, 4).T + rank for rank in range(2)]
     expected = (given[0] + 3 * given[1]) / 4
@@ -482,7 +473,7 @@ def test_float64_and_strided_data_may_be_weighted(job: Job) -> None:
         np.testing.assert_allclose(end, expected, rtol=1e-15)
 
 
-def test_a_rank_of_weight_0_has_nothing_to_say(job: Job) -> None:
+def test_a_rank_of_weight_0_has_nothing_to_say(job):
     clients = job(2)
     given = [np.float32([1.5, 2.5]), np.float32([np.nan, np.inf])]
     for end in reduced(clients, given, weight=[8, 0]):
@@ -493,7 +484,7 @@ def test_a_rank_of_weight_0_has_nothing_to_say(job: Job) -> None:
         assert "weights are 0" in str(error)
 
 
-def test_a_weight_at_one_rank_only_never_meets_silently(job: Job) -> None:
+def test_a_weight_at_one_rank_only_never_meets_silently(job):
     clients = job(2, timeout=3)
     works = []
     for _ in range(6):
@@ -503,7 +494,7 @@ def test_a_weight_at_one_rank_only_never_meets_silently(job: Job) -> None:
         assert isinstance(error, (MismatchError, ReductionTimeout))
 
 
-def test_what_comes_after_it_matches_again(job: Job) -> None:
+def test_what_comes_after_it_matches_again(job):
     clients = job(2, timeout="1s")
     ones = [np.ones(SMALL, np.float32) for _ in range(2)]
     with pytest.raises(MismatchError):
@@ -514,13 +505,13 @@ def test_what_comes_after_it_matches_again(job: Job) -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), "2", True, 1j])
-def test_what_is_no_weight(job: Job, weight: Any) -> None:
+def test_what_is_no_weight(job, weight):
     (client,) = job(1)
     with pytest.raises(ConfigError, match="finite number of at least 0"):
         client.all_reduce(values(0, 10), weight=weight)
 
 
-def test_weights_go_with_means_of_floats(job: Job) -> None:
+def test_weights_go_with_means_of_floats(job):
     (client,) = job(1)
     with pytest.raises(ConfigError, match="use op='mean'"):
         client.all_reduce(values(0, 10), op="sum", weight=2)
@@ -534,7 +525,7 @@ def test_weights_go_with_means_of_floats(job: Job) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_error_feedback_makes_up_for_rounding(job: Job, wire: str) -> None:
+def test_error_feedback_makes_up_for_rounding(job, wire):
     clients = job(2, wire_dtype=wire)
     residuals = [np.zeros(SMALL, np.float32) for _ in clients]
     exact = np.mean(np.float64([values(rank, SMALL) for rank in range(2)]), axis=0)
@@ -547,12 +538,12 @@ def test_error_feedback_makes_up_for_rounding(job: Job, wire: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
-def test_calls_with_names_keep_what_calls_without_keep(job: Job, wire: str) -> None:
+def test_calls_with_names_keep_what_calls_without_keep(job, wire):
     # bf16 tensors are packed, one of them without a residual, and a cycle packs all of a step.
     clients = job(2, wire_dtype=wire, cycle_time=0.05)
     sizes = [SMALL, SMALL + 300, SMALL + 77, SMALL - 1]
 
-    def residuals() -> list[list[Any]]:
+    def residuals():
         every = [[np.zeros(size, np.float32) for _ in clients] for size in sizes]
         every[1] = [None, None]
         return every
@@ -577,7 +568,7 @@ def test_calls_with_names_keep_what_calls_without_keep(job: Job, wire: str) -> N
             assert (one is None) or (one.any() == (at != 3)), "of what is small nothing is cast"
 
 
-def test_residuals_that_do_not_fit(job: Job) -> None:
+def test_residuals_that_do_not_fit(job):
     (client,) = job(1, wire_dtype="bf16")
     data = values(0, SMALL)
     for wrong in (np.zeros(SMALL), np.zeros(2 * SMALL, np.float32)[::2]):
@@ -599,18 +590,18 @@ def test_residuals_that_do_not_fit(job: Job) -> None:
 # -- settings -----------------------------------------------------------------------------------
 
 
-def test_another_type_is_refused() -> None:
+def test_another_type_is_refused():
     with pytest.raises(ConfigError, match="'none', 'bf16', 'fp16', 'int8' or 'fp8_e4m3'"):
         connect(rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int4")
 
 
-def test_a_client_says_what_was_set(job: Job) -> None:
+def test_a_client_says_what_was_set(job):
     for wire in ("none", "bf16", "fp16", "int8", "fp8_e4m3"):
         (client,) = job(1, job=wire, wire_dtype=wire)
         assert client.wire_dtype == wire
 
 
-def test_chunks_of_a_forced_size_cut_no_block(job: Job) -> None:
+def test_chunks_of_a_forced_size_cut_no_block(job):
     for wire in ("int8", "fp8_e4m3"):
         with pytest.raises(ConfigError, match=f"{wire} .* multiple of that for REDUCTION_CHUNK_"):
             connect(

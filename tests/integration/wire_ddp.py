@@ -4,10 +4,7 @@ Started as `python -m tests.integration.wire_ddp CASES host|slow|cuda` with torc
 tensors are in host memory, on the tests' own device, which is that as well, or on a GPU.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,11 +19,6 @@ from tests.ranks import refusal, write_result
 from tests.worker_client.slow_device import SlowDevice, stage_all
 from worker_client.ddp import ReductionState, reduction_hook
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-
 STEPS = 40
 BATCHES = (5, 24, 11)  # samples of each rank in a step
 FEEDBACK = {"feedback": True, "default": None}
@@ -36,17 +28,17 @@ EARLY = 8  # steps that rank 0 leaves out in the case "join"
 class Spectral(torch.nn.Module):
     """A large complex parameter, a small one, and real ones in the same bucket."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lift = torch.nn.Linear(20, 300)
         self.modes = torch.nn.Parameter(torch.randn(300, 20, dtype=torch.complex64))
         self.phase = torch.nn.Parameter(torch.randn(20, dtype=torch.complex64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return ((self.lift(x) + 0j) @ self.modes * self.phase).abs().mean(1, keepdim=True)
 
 
-def make(on: str = "cpu") -> DistributedDataParallel:
+def make(on="cpu"):
     """Two buckets and more, smooth layers."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 200)]
@@ -54,16 +46,16 @@ def make(on: str = "cpu") -> DistributedDataParallel:
     return DistributedDataParallel(torch.nn.Sequential(*layers).to(on), bucket_cap_mb=0.1)
 
 
-def samples(step: int, rank: int) -> torch.Tensor:
+def samples(step, rank):
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(BATCHES[rank], 20, generator=generator)
 
 
-def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+def loss_of(model, x):
     return (model(x) - x[:, :3].sum(1, keepdim=True)).square().mean()
 
 
-def train(case: str, on: str) -> dict[str, object]:
+def train(case, on):
     ddp = make(on)
     state = None
     if case != "stock":
@@ -93,23 +85,21 @@ def train(case: str, on: str) -> dict[str, object]:
     }
 
 
-def residuals(state: ReductionState | None) -> list[float]:
+def residuals(state):
     """Largest residual of each parameter that has one."""
     return [kept.abs().max().item() for kept in state._residuals.values()] if state else []
 
 
-def make_complex(on: str = "cpu") -> DistributedDataParallel:
+def make_complex(on="cpu"):
     torch.manual_seed(0)
     return DistributedDataParallel(Spectral().to(on))
 
 
-def real(gradient: torch.Tensor) -> torch.Tensor:
+def real(gradient):
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def one_step(
-    wire: str, on: str, make: Callable[[str], DistributedDataParallel] = make
-) -> dict[str, list[str]]:
+def one_step(wire, on, make=make):
     """Gradients of a first step, in which a layer is excluded, by what each is bit for bit."""
     ddp = make(on)
     rank = dist.get_rank()
@@ -121,7 +111,7 @@ def one_step(
         dist.all_gather(gathered, gradient)
     worker_client.attach(ddp, exclude=lambda name, _: name == "2.weight")
     loss_of(ddp, samples(0, rank).to(on)).backward()
-    found: dict[str, list[str]] = {"exact": [], "rounded": [], "neither": []}
+    found = {"exact": [], "rounded": [], "neither": []}
     for (name, parameter), given in zip(ddp.module.named_parameters(), both, strict=True):
         exact = (given[0] + given[1]) / 2
         as_rounded = rounded_mean(wire, [gradient.numpy().reshape(-1) for gradient in given])
@@ -131,7 +121,7 @@ def one_step(
     return found
 
 
-def rounded_mean(wire: str, given: list[np.ndarray]) -> np.ndarray:
+def rounded_mean(wire, given):
     """The mean of what travels, rounded once more, of a gradient that travels alone."""
     if wire in block8_oracle.Q:
         return block8_oracle.reduced(given, wire, mean=True)
@@ -140,7 +130,7 @@ def rounded_mean(wire: str, given: list[np.ndarray]) -> np.ndarray:
     return (total / 2).to(narrow).float().numpy()
 
 
-def alone(early: int) -> dict[str, object]:
+def alone(early):
     """One process with everybody's samples: what a weighted mean has to come to."""
     model = make().module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -154,19 +144,19 @@ def alone(early: int) -> dict[str, object]:
     return {"loss": total_loss(model)}
 
 
-def total_loss(model: torch.nn.Module) -> float:
+def total_loss(model):
     with torch.no_grad():
         x = torch.cat([samples(step, rank) for step in range(20) for rank in range(3)])
         return loss_of(getattr(model, "module", model), x).item()
 
 
-def main(cases: str, kind: str = "host") -> None:
+def main(cases, kind="host"):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if kind == "slow":
         stage_all(lambda _: SlowDevice())
     on = "cuda:0" if kind == "cuda" else "cpu"
-    results: dict[str, object] = {}
+    results = {}
     for case in cases.split(","):
         if case.startswith("alone"):
             results[case] = alone(EARLY if case == "alone-join" else 0)

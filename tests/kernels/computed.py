@@ -4,8 +4,6 @@ Also a program, for a Python that has the package and nothing else of what tests
 requests, pickled as dictionaries, and writes the results of each variant by its name, pickled, too.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 
@@ -14,16 +12,7 @@ from reducer.wire.constants import DType, ReduceOp
 from worker_client.staging import casts
 
 
-def computed(
-    variant: str,
-    *,
-    kind: str,
-    dtype: str,
-    op: str,
-    inputs: tuple[bytes, ...],
-    nbytes: int,
-    by: float,
-) -> bytes:
+def computed(variant, *, kind, dtype, op, inputs, nbytes, by):
     """Return what `variant` gives for the fields of a request."""
     if kind == "fold":
         out = bytearray(nbytes)

@@ -11,22 +11,17 @@ infinities, and quiet and signalling NaNs of both signs with payloads, of which 
 positive quiet one without payload (`reducer/kernels/fold.h` says what else is defined).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from bench import block8_oracle as block8
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-Array: TypeAlias = np.ndarray
+Array = np.ndarray
 
 TABLE = Path(__file__).with_name("golden.json")
 WIDTHS = {  # of floating types: bits of the exponent and of the mantissa
@@ -56,7 +51,7 @@ class Request(NamedTuple):
     by: float = 0.0
 
 
-def cases() -> dict[str, list[Request]]:
+def cases():
     """Return all cases by name, such as ``fold FLOAT32 SUM`` and ``narrow BLOCK8``."""
     found = {}
     for dtype in (*WIDTHS, *INTEGERS, *BLOCKS):
@@ -75,14 +70,14 @@ def cases() -> dict[str, list[Request]]:
     return found
 
 
-def _folds(dtype: str, op: str) -> Iterator[Request]:
+def _folds(dtype, op):
     for n in RANKS:
         for count in BLOCK_COUNTS if dtype in BLOCKS else COUNTS:
             inputs = tuple(contribution(dtype, count, rank) for rank in range(n))
             yield Request("fold", dtype, op, inputs, len(inputs[0]))
 
 
-def _cast(kind: str, dtype: str, count: int) -> Request:
+def _cast(kind, dtype, count):
     floats, residual = (contribution("FLOAT32", count, rank) for rank in range(2))
     blocks = -(-count // block8.VALUES)
     nbytes = blocks * block8.BYTES if dtype in BLOCKS else 2 * count
@@ -97,7 +92,7 @@ def _cast(kind: str, dtype: str, count: int) -> Request:
 # -- inputs
 
 
-def contribution(dtype: str, count: int, rank: int) -> bytes:
+def contribution(dtype, count, rank):
     """Return `count` elements of a rank, or so many blocks."""
     label = f"{dtype} {count} {rank}"
     if dtype in INTEGERS:
@@ -114,11 +109,11 @@ def contribution(dtype: str, count: int, rank: int) -> bytes:
     return blocks.tobytes()
 
 
-def _random(label: str, nbytes: int) -> Array:
+def _random(label, nbytes):
     return np.frombuffer(hashlib.shake_256(label.encode()).digest(nbytes), np.uint8)
 
 
-def _floats(label: str, count: int, exponent: int, mantissa: int) -> Array:
+def _floats(label, count, exponent, mantissa):
     """Return floating numbers as bits: three quarters of them within 2^-4 to 2^4."""
     itemsize = (1 + exponent + mantissa) // 8
     bits = _random(label, count * itemsize).view(f"<u{itemsize}")
@@ -141,7 +136,7 @@ def _floats(label: str, count: int, exponent: int, mantissa: int) -> Array:
 # -- the oracle
 
 
-def result(request: Request) -> bytes:
+def result(request):
     """Return what a request must give."""
     with np.errstate(all="ignore"):
         return {"fold": _folded, "divide": _divided, "widen": _widened}.get(
@@ -149,7 +144,7 @@ def result(request: Request) -> bytes:
         )(request)
 
 
-def _folded(request: Request) -> bytes:
+def _folded(request):
     dtype, op = request.dtype, request.op
     if dtype in BLOCKS:
         rows = [np.frombuffer(sent, np.uint8).reshape(-1, block8.BYTES) for sent in request.inputs]
@@ -169,19 +164,19 @@ def _folded(request: Request) -> bytes:
     return rounded(total, dtype)
 
 
-def _divided(request: Request) -> bytes:
+def _divided(request):
     values = numbers(request.inputs[0], request.dtype)
     return rounded(values / values.dtype.type(request.by), request.dtype)
 
 
-def _widened(request: Request) -> bytes:
+def _widened(request):
     if request.dtype in BLOCKS:
         rows = np.frombuffer(request.inputs[0], np.uint8).reshape(-1, block8.BYTES)
         return block8.arrives(rows, request.nbytes // 4, BLOCKS[request.dtype]).tobytes()
     return rounded(numbers(request.inputs[0], request.dtype), "FLOAT32")
 
 
-def _narrowed(request: Request) -> bytes:
+def _narrowed(request):
     total = numbers(request.inputs[0], "FLOAT32")
     if request.kind == "narrow":
         return _sent(total, request.dtype)
@@ -195,13 +190,13 @@ def _narrowed(request: Request) -> bytes:
     return sent + np.where(np.isfinite(kept), kept, np.float32(0)).tobytes()
 
 
-def _sent(values: Array, dtype: str) -> bytes:
+def _sent(values, dtype):
     if dtype in BLOCKS:
         return block8.travels(values, BLOCKS[dtype]).tobytes()
     return rounded(values, dtype)
 
 
-def numbers(data: bytes, dtype: str) -> Array:
+def numbers(data, dtype):
     """Return elements in the type in which a fold adds them up."""
     if dtype in INTEGERS:
         return np.frombuffer(data, INTEGERS[dtype])
@@ -211,7 +206,7 @@ def numbers(data: bytes, dtype: str) -> Array:
     return found.astype(np.float32) if dtype == "FLOAT16" else found
 
 
-def rounded(values: Array, dtype: str) -> bytes:
+def rounded(values, dtype):
     """Return values as elements; every NaN is the positive quiet one."""
     if dtype in INTEGERS:
         return values.tobytes()
@@ -223,12 +218,12 @@ def rounded(values: Array, dtype: str) -> bytes:
     return bits.tobytes()
 
 
-def digest(results: list[bytes]) -> str:
+def digest(results):
     """Return a case's digest."""
     return hashlib.sha256(b"".join(results)).hexdigest()
 
 
-def main() -> None:
+def main():
     """Write the table."""
     table = {
         name: digest([result(request) for request in requests])

@@ -3,10 +3,6 @@
 Of int8 and of E4M3, whose independent witness is `ml_dtypes`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -14,9 +10,6 @@ from bench import block8_oracle as oracle
 from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError
 from reducer.wire.constants import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from reducer.kernels import Kernels
 
 CASES = (
     "usual", "wide range", "outlier", "zeros", "subnormal", "tiny", "at 2^-100", "huge", "overflow",
@@ -33,11 +26,11 @@ WIRES = pytest.mark.parametrize("wire", DTYPES)
 
 
 @pytest.fixture(params=kernels.variants())
-def variant(request: pytest.FixtureRequest) -> Kernels:
+def variant(request):
     return kernels.select(request.param)
 
 
-def block(case: str, rng: np.random.Generator, wire: str) -> np.ndarray:
+def block(case, rng, wire):
     """Return the bytes of one block."""
     x = rng.standard_normal(oracle.VALUES).astype(np.float32)
     at = rng.integers(oracle.VALUES)
@@ -70,7 +63,7 @@ def block(case: str, rng: np.random.Generator, wire: str) -> np.ndarray:
     return sent
 
 
-def ties(rng: np.random.Generator, wire: str) -> np.ndarray:
+def ties(rng, wire):
     """Return values of which many lie in the middle between two q."""
     x = rng.integers(-254, 255, oracle.VALUES).astype(np.float32) / np.float32(2)
     if wire == "fp8_e4m3":
@@ -79,7 +72,7 @@ def ties(rng: np.random.Generator, wire: str) -> np.ndarray:
     return x
 
 
-def contributions(n: int, count: int, wire: str, seed: int = 0) -> list[np.ndarray]:
+def contributions(n, count, wire, seed=0):
     """Rows of blocks for n ranks: mostly usual ones, and each special case beside those."""
     rng = np.random.default_rng([seed, n, count])
     rows = np.empty((n, count, oracle.BYTES), np.uint8)
@@ -91,7 +84,7 @@ def contributions(n: int, count: int, wire: str, seed: int = 0) -> list[np.ndarr
     return list(rows)
 
 
-def misaligned(data: np.ndarray, offset: int) -> np.ndarray:
+def misaligned(data, offset):
     """The same bytes, `offset` bytes into a 64-byte line."""
     room = np.empty(data.nbytes + 128, np.uint8)
     start = -room.ctypes.data % 64 + offset
@@ -99,9 +92,7 @@ def misaligned(data: np.ndarray, offset: int) -> np.ndarray:
     return room[start : start + data.nbytes]
 
 
-def fold(
-    variant: Kernels, inputs: list[np.ndarray], op: ReduceOp, wire: str = "int8", offset: int = 0
-) -> np.ndarray:
+def fold(variant, inputs, op, wire="int8", offset=0):
     """Fold, and see that nothing is written beside the output."""
     sources = [misaligned(data, offset * rank % 7) for rank, data in enumerate(inputs)]
     room = np.full(inputs[0].nbytes + 128 + offset, 0xA5, np.uint8)
@@ -114,7 +105,7 @@ def fold(
 
 @WIRES
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
-def test_the_bits_are_those_of_the_specification(variant: Kernels, op: ReduceOp, wire: str) -> None:
+def test_the_bits_are_those_of_the_specification(variant, op, wire):
     for n in (*range(1, 10), 17):
         for count in range(6):
             inputs = contributions(n, count, wire)
@@ -127,9 +118,7 @@ def test_the_bits_are_those_of_the_specification(variant: Kernels, op: ReduceOp,
 @WIRES
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
 @pytest.mark.parametrize("case", CASES)
-def test_each_special_case_at_every_rank_and_at_one(
-    variant: Kernels, case: str, op: ReduceOp, wire: str
-) -> None:
+def test_each_special_case_at_every_rank_and_at_one(variant, case, op, wire):
     rng = np.random.default_rng(len(case))
     for n in (1, 2, 5):
         for ranks in ({0}, {n - 1}, set(range(n))):
@@ -141,14 +130,14 @@ def test_each_special_case_at_every_rank_and_at_one(
             assert fold(variant, inputs, op, wire).tobytes() == expected.tobytes()
 
 
-def test_a_long_buffer_is_folded_in_steps_that_do_not_show(variant: Kernels) -> None:
+def test_a_long_buffer_is_folded_in_steps_that_do_not_show(variant):
     inputs = [np.tile(rows, (100, 1)) for rows in contributions(3, 7, "int8")]
     expected = np.tile(oracle.folded(contributions(3, 7, "int8")), (100, 1))
     assert fold(variant, inputs, ReduceOp.SUM).tobytes() == expected.tobytes()
 
 
-def test_by_hand(variant: Kernels) -> None:
-    def sent(scale: float, *q: int) -> np.ndarray:
+def test_by_hand(variant):
+    def sent(scale, *q):
         data = np.zeros(oracle.BYTES, np.uint8)
         data[:4] = np.array([scale], "<f4").view(np.uint8)
         data[4 : 4 + len(q)] = np.array(q, np.int8).view(np.uint8)
@@ -175,7 +164,7 @@ def test_by_hand(variant: Kernels) -> None:
 
 
 @WIRES
-def test_what_is_a_step_stays_what_it_is(variant: Kernels, wire: str) -> None:
+def test_what_is_a_step_stays_what_it_is(variant, wire):
     rng = np.random.default_rng(0)
     values = rng.standard_normal(oracle.VALUES * 500) * 2.0 ** rng.integers(-20, 1, 126_000)
     sent = oracle.travels(values.astype(np.float32), wire)
@@ -183,7 +172,7 @@ def test_what_is_a_step_stays_what_it_is(variant: Kernels, wire: str) -> None:
         assert fold(variant, [sent] * n, op, wire)[:, 4:].tobytes() == sent[:, 4:].tobytes()
 
 
-def test_every_byte_of_e4m3_is_the_number_that_it_stands_for(variant: Kernels) -> None:
+def test_every_byte_of_e4m3_is_the_number_that_it_stands_for(variant):
     every = np.array([byte for byte in range(256) if byte & 127 != 127], np.uint8)  # 254 numbers
     sent = np.zeros((1, oracle.BYTES), np.uint8)
     sent[0, :4] = np.array([1], "<f4").view(np.uint8)
@@ -197,8 +186,8 @@ def test_every_byte_of_e4m3_is_the_number_that_it_stands_for(variant: Kernels) -
         assert out.tobytes() == bytes.fromhex("0000c07f") + bytes(252)
 
 
-def test_e4m3_by_hand(variant: Kernels) -> None:
-    def sent(*q: float) -> np.ndarray:
+def test_e4m3_by_hand(variant):
+    def sent(*q):
         data = np.zeros(oracle.BYTES, np.uint8)
         data[:4] = np.array([1], "<f4").view(np.uint8)
         codes = {448: 0x7E, 240: 0x77, 16: 0x58, 1: 0x38, 0.125: 0x20, 2**-9: 1, -(2**-9): 0x81}
@@ -217,14 +206,14 @@ def test_e4m3_by_hand(variant: Kernels) -> None:
     assert out[5:8].tolist() == [0x50 + ups[0], ups[1], 0x80 + ups[2]]
 
 
-def mixed(bits: int, place: int) -> int:
+def mixed(bits, place):
     """Return h of the specification."""
     h = (bits ^ place * 2654435761) * 2246822507 % 2**32
     return (h ^ h >> 15) * 3266489909 % 2**32 >> 20
 
 
 @pytest.mark.parametrize("value", [1, 2.0**-9])
-def test_means_of_e4m3_lose_nothing_on_average(variant: Kernels, value: float) -> None:
+def test_means_of_e4m3_lose_nothing_on_average(variant, value):
     # What one of 8 ranks says more than the others is an eighth of a step in the mean; of 1, which
     # has 8 steps to 2, and of the smallest number.
     blocks, ranks, codes = 2000, 8, {1: (0x38, 0x39), 2.0**-9: (0, 1)}[value]
@@ -239,7 +228,7 @@ def test_means_of_e4m3_lose_nothing_on_average(variant: Kernels, value: float) -
     assert (results == codes[1]).mean() == pytest.approx(1 / ranks, rel=0.02)
 
 
-def test_rounding_of_means_takes_nothing_away_on_average(variant: Kernels) -> None:
+def test_rounding_of_means_takes_nothing_away_on_average(variant):
     # What one of 8 ranks sends is an eighth of a step in the mean; to nearest it would become 0.
     blocks, ranks = 2000, 8
     rng = np.random.default_rng(0)
@@ -257,7 +246,7 @@ def test_rounding_of_means_takes_nothing_away_on_average(variant: Kernels) -> No
 
 @WIRES
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
-def test_in_place(variant: Kernels, op: ReduceOp, wire: str) -> None:
+def test_in_place(variant, op, wire):
     inputs = contributions(4, 5, wire)
     expected = oracle.folded(inputs, wire, mean=op is ReduceOp.MEAN).tobytes()
     for target in range(4):
@@ -268,19 +257,19 @@ def test_in_place(variant: Kernels, op: ReduceOp, wire: str) -> None:
 
 @WIRES
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
-def test_other_reductions_are_refused(variant: Kernels, op: ReduceOp, wire: str) -> None:
+def test_other_reductions_are_refused(variant, op, wire):
     name = DTYPES[wire].name
     with pytest.raises(ConfigError, match=f"{op.name} is not defined for {name}: only sums and"):
         variant.reduce([bytes(256)], bytearray(256), DTYPES[wire], op)
 
 
-def test_a_part_of_a_block_is_refused(variant: Kernels) -> None:
+def test_a_part_of_a_block_is_refused(variant):
     with pytest.raises(LocalProtocolError, match="252 bytes are not a whole number of BLOCK8"):
         variant.reduce([bytes(252)], bytearray(252), DType.BLOCK8, ReduceOp.SUM)
 
 
 @WIRES
-def test_a_thread_that_flushes_subnormals_gets_the_same_bits(variant: Kernels, wire: str) -> None:
+def test_a_thread_that_flushes_subnormals_gets_the_same_bits(variant, wire):
     torch = pytest.importorskip("torch")
     if variant.name == "numpy":
         pytest.skip("NumPy has its thread's environment")

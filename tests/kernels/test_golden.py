@@ -4,8 +4,6 @@ What other CPUs give is seen with a cross compiler and an emulator of single pro
 are installed (``make test-tools``).
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json
@@ -14,7 +12,6 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,11 +20,6 @@ from reducer.wire.constants import DType, ReduceOp
 from tests.commands import run_command
 from tests.kernels import golden
 from tests.kernels.computed import computed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.kernels.golden import Request
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads(golden.TABLE.read_text())
@@ -45,20 +37,20 @@ EMULATED = {
 }
 
 
-def test_the_table_is_what_numpy_gives() -> None:
+def test_the_table_is_what_numpy_gives():
     assert list(TABLE) == list(CASES)
     for name, requests in CASES.items():
         assert golden.digest([golden.result(request) for request in requests]) == TABLE[name], name
 
 
 @pytest.mark.parametrize("variant", kernels.variants())
-def test_a_variant_of_this_cpu_gives_them(variant: str) -> None:
+def test_a_variant_of_this_cpu_gives_them(variant):
     for name, requests in CASES.items():
         results = [computed(variant, **request._asdict()) for request in requests]
         assert golden.digest(results) == TABLE[name], name
 
 
-def packed(request: Request) -> bytes:
+def packed(request):
     """Return a request as the driver reads it."""
     first = request.inputs[0]
     narrow = {"FLOAT16": 0, "BFLOAT16": 1, "BLOCK8": 2, "BLOCK8_E4M3": 3}
@@ -73,7 +65,7 @@ def packed(request: Request) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def drivers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def drivers(tmp_path_factory):
     """Compiles the driver, once with each compiler, as the extensions are compiled."""
     folder = tmp_path_factory.mktemp("drivers")
     sources = [
@@ -84,7 +76,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     flags = re.findall(r"^FLAGS \+= (\[.*\])$", (ROOT / "setup.py").read_text(), re.MULTILINE)
     options = ["-static", "-O3", *ast.literal_eval(flags[0]), "-Werror", f"-I{ROOT}"]
 
-    def driver(compiler: str) -> str:
+    def driver(compiler):
         path = folder / compiler
         if not path.exists():
             command = [compiler, *options, *map(str, sources), "-lm", "-o", str(path)]
@@ -96,9 +88,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("cpu", EMULATED)
-def test_another_cpu_chooses_by_what_it_has_and_gives_them(
-    cpu: str, drivers: Callable[[str], str]
-) -> None:
+def test_another_cpu_chooses_by_what_it_has_and_gives_them(cpu, drivers):
     compiler, emulator, variants = EMULATED[cpu]
     for tool in (compiler, emulator[0]):
         if shutil.which(tool) is None:

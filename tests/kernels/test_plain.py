@@ -1,7 +1,5 @@
 """The oracle itself, against values worked out by hand and against other implementations."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import ml_dtypes
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 
 from reducer.kernels import plain
-from reducer.kernels.plain import Array, PlainKernels
+from reducer.kernels.plain import PlainKernels
 from reducer.wire.constants import DType, ReduceOp
 
 BITS = {dtype: np.dtype(f"<u{dtype.itemsize}") for dtype in DType if dtype.itemsize <= 8}
@@ -26,7 +24,7 @@ QUIET_NAN = {
 EVERY = np.arange(1 << 16, dtype=np.uint16)
 
 
-def fold(dtype: DType, op: ReduceOp, *columns: int) -> int:
+def fold(dtype, op, *columns):
     """Fold one element of each rank, given and returned as bits."""
     inputs = [np.array([bits], BITS[dtype]).tobytes() for bits in columns]
     out = bytearray(dtype.itemsize)
@@ -34,7 +32,7 @@ def fold(dtype: DType, op: ReduceOp, *columns: int) -> int:
     return int(np.frombuffer(out, BITS[dtype])[0])
 
 
-def fold_arrays(dtype: DType, op: ReduceOp, *inputs: Array) -> Array:
+def fold_arrays(dtype, op, *inputs):
     out = np.empty_like(inputs[0])
     PlainKernels().reduce(inputs, out, dtype, op)
     return out
@@ -102,12 +100,12 @@ def fold_arrays(dtype: DType, op: ReduceOp, *inputs: Array) -> Array:
         (DType.INT64, ReduceOp.MAX, [0x8000000000000000, 0xFFFFFFFFFFFFFFFF], 0xFFFFFFFFFFFFFFFF),
     ],
 )
-def test_by_hand(dtype: DType, op: ReduceOp, columns: list[int], expected: int) -> None:
+def test_by_hand(dtype, op, columns, expected):
     assert f"{fold(dtype, op, *columns):#x}" == f"{expected:#x}"
 
 
 @pytest.mark.parametrize("dtype", QUIET_NAN)
-def test_nan_is_canonical(dtype: DType) -> None:
+def test_nan_is_canonical(dtype):
     quiet = QUIET_NAN[dtype]
     infinity = quiet & ~(quiet & -quiet)  # the quiet bit is its lowest
     sign = 1 << (8 * dtype.itemsize - 1)
@@ -127,14 +125,14 @@ def test_nan_is_canonical(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", QUIET_NAN)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
-def test_the_earlier_zero_stays(dtype: DType, op: ReduceOp) -> None:
+def test_the_earlier_zero_stays(dtype, op):
     minus = 1 << (8 * dtype.itemsize - 1)
     assert fold(dtype, op, 0, minus) == 0
     assert fold(dtype, op, minus, 0) == minus
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_one_input_comes_back(dtype: DType) -> None:
+def test_one_input_comes_back(dtype):
     out = fold_arrays(dtype, ReduceOp.SUM, EVERY)
     is_nan = np.isnan(EVERY.view(SIXTEEN[dtype]).astype(np.float32))
     assert (out[~is_nan] == EVERY[~is_nan]).all()
@@ -143,7 +141,7 @@ def test_one_input_comes_back(dtype: DType) -> None:
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MEAN])
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_rounding_agrees_with_ml_dtypes_and_torch(dtype: DType, op: ReduceOp) -> None:
+def test_rounding_agrees_with_ml_dtypes_and_torch(dtype, op):
     torch = pytest.importorskip("torch")
     torch_type = torch.float16 if dtype is DType.FLOAT16 else torch.bfloat16
     partners = (0x0000, 0x0001, 0x8001, 0x0201, 0x3C00, 0x3555, 0xBF81, 0x4B7F, 0x7BFF, 0x7F7F)
@@ -165,7 +163,7 @@ def test_rounding_agrees_with_ml_dtypes_and_torch(dtype: DType, op: ReduceOp) ->
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
-def test_rounding_is_to_nearest_even_by_exact_arithmetic(dtype: DType) -> None:
+def test_rounding_is_to_nearest_even_by_exact_arithmetic(dtype):
     """Between neighbouring 16-bit values: the middle goes to the even one."""
     largest = 0x7BFF if dtype is DType.FLOAT16 else 0x7F7F
     for low in (0, 1, 2, 0x3FE, 0x3FF, 0x400, 0x401, 0x3C00, 0x3C01, 0x4248, largest - 1):
@@ -179,7 +177,7 @@ def test_rounding_is_to_nearest_even_by_exact_arithmetic(dtype: DType) -> None:
         assert rounded.tolist() == [low, even, low + 1]
 
 
-def test_blocks_do_not_show() -> None:
+def test_blocks_do_not_show():
     count = (1 << 15) + 3
     a, b = np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)[::-1].copy()
     assert (fold_arrays(DType.INT32, ReduceOp.SUM, a, b) == count - 1).all()

@@ -1,7 +1,5 @@
 """Every compiled variant gives the bits of the NumPy twin; `test_block8` has blocks."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -51,7 +49,7 @@ PAIRS = [
 ]
 
 
-def contributions(dtype: DType, n: int, count: int, seed: int = 0) -> list[bytes]:
+def contributions(dtype, n, count, seed=0):
     """Random bits, values of similar size (whose sums round), and special values, mixed."""
     rng = np.random.default_rng([seed, dtype, n])
     bits_type = np.dtype(f"<u{dtype.itemsize}")
@@ -70,14 +68,14 @@ def contributions(dtype: DType, n: int, count: int, seed: int = 0) -> list[bytes
     return [row.tobytes() for row in np.where(is_special, special, bits)]
 
 
-def counts(dtype: DType) -> list[int]:
+def counts(dtype):
     lane = WIDEST_VECTOR // dtype.itemsize
     block = BLOCK // dtype.itemsize
     around_blocks = [k * block + rest for k in (1, 2) for rest in (-1, 0, 1)]
     return [*range(2 * lane + 2), *around_blocks, LARGE]
 
 
-def misaligned(data: bytes, offset: int) -> memoryview:
+def misaligned(data, offset):
     """A read-only view of a copy that starts `offset` bytes into a 64-byte line."""
     room = np.empty(len(data) + 2 * 64, np.uint8)
     start = -room.ctypes.data % 64 + offset
@@ -85,19 +83,19 @@ def misaligned(data: bytes, offset: int) -> memoryview:
     return room.data[start : start + len(data)].toreadonly()
 
 
-def fold(name: str, inputs: list[bytes], dtype: DType, op: ReduceOp) -> bytes:
+def fold(name, inputs, dtype, op):
     out = bytearray(len(inputs[0]))
     kernels.select(name).reduce(inputs, out, dtype, op)
     return bytes(out)
 
 
-def test_the_extension_is_built() -> None:
+def test_the_extension_is_built():
     assert "generic" in COMPILED
 
 
 @pytest.mark.parametrize("variant", COMPILED)
 @pytest.mark.parametrize(("dtype", "op"), PAIRS)
-def test_same_bits_as_numpy(variant: str, dtype: DType, op: ReduceOp) -> None:
+def test_same_bits_as_numpy(variant, dtype, op):
     compiled = kernels.select(variant)
     canary = b"\xa5" * WIDEST_VECTOR
     for n in INPUT_COUNTS:
@@ -119,7 +117,7 @@ def test_same_bits_as_numpy(variant: str, dtype: DType, op: ReduceOp) -> None:
 
 @pytest.mark.parametrize("variant", COMPILED)
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.BFLOAT16])
-def test_every_16_bit_pattern(variant: str, dtype: DType) -> None:
+def test_every_16_bit_pattern(variant, dtype):
     every = np.arange(1 << 16, dtype="<u2").tobytes()
     assert fold(variant, [every], dtype, ReduceOp.SUM) == fold(
         "numpy", [every], dtype, ReduceOp.SUM
@@ -132,7 +130,7 @@ def test_every_16_bit_pattern(variant: str, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("variant", COMPILED)
-def test_many_inputs(variant: str) -> None:
+def test_many_inputs(variant):
     inputs = contributions(DType.BFLOAT16, 1025, 65)
     expected = fold("numpy", inputs, DType.BFLOAT16, ReduceOp.MEAN)
     assert fold(variant, inputs, DType.BFLOAT16, ReduceOp.MEAN) == expected
@@ -140,7 +138,7 @@ def test_many_inputs(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", kernels.variants())
 @pytest.mark.parametrize(("dtype", "op"), PAIRS)
-def test_in_place(variant: str, dtype: DType, op: ReduceOp) -> None:
+def test_in_place(variant, dtype, op):
     inputs = contributions(dtype, 3, LARGE)
     expected = fold(variant, inputs, dtype, op)
     for target in range(3):
@@ -150,13 +148,13 @@ def test_in_place(variant: str, dtype: DType, op: ReduceOp) -> None:
 
 
 @pytest.mark.parametrize("variant", kernels.variants())
-def test_threads_share_a_variant(variant: str) -> None:
+def test_threads_share_a_variant(variant):
     shared = kernels.select(variant)
     inputs = [contributions(DType.FLOAT32, 5, 1 << 15, seed) for seed in range(4)]
     expected = [fold("numpy", group, DType.FLOAT32, ReduceOp.SUM) for group in inputs]
-    wrong: list[int] = []
+    wrong = []
 
-    def work(k: int) -> None:
+    def work(k):
         for _ in range(20):
             out = bytearray(len(expected[k]))
             shared.reduce(inputs[k], out, DType.FLOAT32, ReduceOp.SUM)
@@ -172,7 +170,7 @@ def test_threads_share_a_variant(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", COMPILED)
-def test_subnormals_survive_a_thread_that_flushes_them(variant: str) -> None:
+def test_subnormals_survive_a_thread_that_flushes_them(variant):
     torch = pytest.importorskip("torch")
     smallest = np.array([1, 1, 0x00800000], "<u4").tobytes()
     if not torch.set_flush_denormal(True):

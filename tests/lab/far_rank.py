@@ -1,7 +1,5 @@
 """One rank far from its reducer: it reduces large buffers, and says how large its window became."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -14,7 +12,7 @@ from worker_client.protocol.flow_control import MOST_BYTES
 BUFFERS, ELEMENTS = 6, 2 << 20
 
 
-def main(patience_s: float) -> None:
+def main(patience_s):
     """All-reduce until a window beyond what is set aside is in use, or for so many seconds."""
     client = worker_client.init()
     flight = client._ordered.flat.session.flight

@@ -1,7 +1,5 @@
 """One rank that makes steps for ever: it computes for a while, and all-reduces gradients."""
 
-from __future__ import annotations
-
 import os
 import time
 
@@ -12,7 +10,7 @@ import worker_client
 COMPUTE_S = 0.02
 
 
-def main() -> None:
+def main():
     client = worker_client.init()
     late_s = float(os.environ.get(f"LATE_{client.rank}", "0"))
     gradients = [np.ones(elements, np.float32) for elements in (1 << 20, *[1 << 16] * 6, 1 << 8)]

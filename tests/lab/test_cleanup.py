@@ -1,7 +1,5 @@
 """However a lab ends, nothing of it stays: processes, namespaces, names, claims."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -20,11 +17,6 @@ import pytest
 from lab import Lab, LabUnavailable, claims, keeper
 from tests.commands import run_command
 from tests.waits import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab import Host
 
 ROOT = Path(__file__).parent.parent.parent
 SOON_S = 10.0
@@ -58,7 +50,7 @@ class Owner:
 
 
 @contextmanager
-def owner(*options: str) -> Iterator[Owner]:
+def owner(*options):
     with subprocess.Popen(
         [sys.executable, "-S", "-c", OWNER, json.dumps(FAMILY), *options],
         cwd=ROOT,
@@ -75,17 +67,17 @@ def owner(*options: str) -> Iterator[Owner]:
 
 
 @pytest.fixture(params=["namespaces", "loopback"])
-def kind(request: pytest.FixtureRequest) -> str:
+def kind(request):
     if request.param == "namespaces":
         request.getfixturevalue("namespaces")
     return str(request.param)
 
 
-def make(kind: str) -> Lab:
+def make(kind):
     return Lab.loopback(2) if kind == "loopback" else Lab(2, 100)
 
 
-def alive(pids: list[int]) -> list[int]:
+def alive(pids):
     """Those that run; one that has ended may wait to be reaped by whoever inherited it."""
     left = []
     for pid in pids:
@@ -95,7 +87,7 @@ def alive(pids: list[int]) -> list[int]:
     return left
 
 
-def traces(name: str) -> list[str]:
+def traces(name):
     """What exists of the lab that a host with this name belongs to."""
     if name == "localhost":
         return []
@@ -106,11 +98,11 @@ def traces(name: str) -> list[str]:
     return [str(path) for path in paths if path.exists()]
 
 
-def until_gone(name: str, pids: list[int]) -> None:
+def until_gone(name, pids):
     eventually(lambda: not (traces(name) or alive(pids)), SOON_S)
 
 
-def start_family(host: Host) -> tuple[subprocess.Popen[str], list[int]]:
+def start_family(host):
     """Start what starts another; return it, and the ids of both."""
     process = host.start(FAMILY, stdout=PIPE)
     assert process.stdout
@@ -118,9 +110,7 @@ def start_family(host: Host) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError, KeyboardInterrupt])
-def test_the_end_of_the_block_ends_everything(
-    kind: str, failure: type[BaseException] | None
-) -> None:
+def test_the_end_of_the_block_ends_everything(kind, failure):
     with ExitStack() as stack:
         if failure:
             stack.enter_context(pytest.raises(failure))
@@ -138,16 +128,14 @@ def test_the_end_of_the_block_ends_everything(
     assert process.stdout.closed
 
 
-def test_a_killed_benchmark_leaves_nothing(kind: str) -> None:
+def test_a_killed_benchmark_leaves_nothing(kind):
     with owner(kind) as benchmark:
         assert alive(benchmark.family) == benchmark.family
         benchmark.process.kill()
         until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
 
 
-def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(
-    namespaces: None,
-) -> None:
+def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(namespaces):
     with Lab(1) as lab:
         script = "env -i setsid sleep 1000 & echo $!"
         process = lab.hosts[0].start(["sh", "-c", script], stdout=PIPE)
@@ -159,7 +147,7 @@ def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(
     assert alive([pid]) == []
 
 
-def test_a_forked_child_of_a_killed_benchmark_does_not_keep_its_lab(kind: str) -> None:
+def test_a_forked_child_of_a_killed_benchmark_does_not_keep_its_lab(kind):
     with owner(kind, "fork") as benchmark:
         benchmark.process.kill()
         until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
@@ -167,9 +155,7 @@ def test_a_forked_child_of_a_killed_benchmark_does_not_keep_its_lab(kind: str) -
 
 
 @pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_terminals_processes_leaves_nothing(
-    kind: str, name: signal.Signals
-) -> None:
+def test_a_signal_to_the_terminals_processes_leaves_nothing(kind, name):
     with owner(kind) as benchmark:
         assert os.getsid(benchmark.keeper) == benchmark.keeper
         os.kill(benchmark.keeper, name)
@@ -178,9 +164,7 @@ def test_a_signal_to_the_terminals_processes_leaves_nothing(
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.06, 0.1])
-def test_a_benchmark_killed_while_it_builds_leaves_nothing(
-    namespaces: None, after_s: float
-) -> None:
+def test_a_benchmark_killed_while_it_builds_leaves_nothing(namespaces, after_s):
     before = dead()
     with subprocess.Popen(
         [sys.executable, "-S", "-c", "from lab import Lab; Lab(20, 100).__enter__()"],
@@ -197,11 +181,11 @@ def test_a_benchmark_killed_while_it_builds_leaves_nothing(
     assert dead() <= before
 
 
-def dead() -> set[int]:
+def dead():
     return {number for number in claims.known() if not claims.look(number)[0]}
 
 
-def test_a_lab_whose_keeper_was_killed_is_removed_at_its_end(kind: str) -> None:
+def test_a_lab_whose_keeper_was_killed_is_removed_at_its_end(kind):
     with make(kind) as lab:
         name = lab.hosts[0].name
         _, family = start_family(lab.hosts[1])
@@ -211,14 +195,14 @@ def test_a_lab_whose_keeper_was_killed_is_removed_at_its_end(kind: str) -> None:
     assert traces(name) == []
 
 
-def kill(benchmark: Owner) -> None:
+def kill(benchmark):
     """Kill a benchmark and its lab's keeper, so that nobody removes the lab."""
     os.kill(benchmark.keeper, signal.SIGKILL)
     benchmark.process.kill()
     benchmark.process.wait()
 
 
-def test_cleaning_removes_dead_labs_and_spares_living_ones(namespaces: None) -> None:
+def test_cleaning_removes_dead_labs_and_spares_living_ones(namespaces):
     with Lab(1) as living, owner() as benchmark:
         survivor = living.hosts[0].start(["sleep", "1000"])
         kill(benchmark)
@@ -232,7 +216,7 @@ def test_cleaning_removes_dead_labs_and_spares_living_ones(namespaces: None) -> 
         assert len(traces(living.hosts[0].name)) == 4
 
 
-def test_a_new_lab_takes_a_dead_ones_number_and_removes_what_it_left(namespaces: None) -> None:
+def test_a_new_lab_takes_a_dead_ones_number_and_removes_what_it_left(namespaces):
     with owner() as benchmark:
         kill(benchmark)
         with ExitStack() as stack:
@@ -242,7 +226,7 @@ def test_a_new_lab_takes_a_dead_ones_number_and_removes_what_it_left(namespaces:
             assert len(traces(benchmark.name)) == 4
 
 
-def test_without_root_a_lab_says_what_to_do(namespaces: None) -> None:
+def test_without_root_a_lab_says_what_to_do(namespaces):
     script = """
 import os
 from lab import Lab, LabUnavailable
@@ -257,9 +241,7 @@ except LabUnavailable as error:
     assert "needs root: run it with sudo, or use Lab.loopback()" in done.stdout
 
 
-def test_without_its_tools_a_lab_says_what_to_install(
-    namespaces: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_its_tools_a_lab_says_what_to_install(namespaces, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     before = claims.known()
     with pytest.raises(LabUnavailable, match="`ip` is missing: install the package iproute2"):
@@ -267,9 +249,7 @@ def test_without_its_tools_a_lab_says_what_to_install(
     assert set(claims.known()) <= set(before)
 
 
-def test_what_the_kernel_refuses_is_told_and_removed(
-    namespaces: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_the_kernel_refuses_is_told_and_removed(namespaces, monkeypatch, tmp_path):
     fake = tmp_path / "tc"
     fake.write_text("#!/bin/sh\necho 'Specified qdisc kind is unknown.' >&2\nexit 2\n")
     fake.chmod(0o755)

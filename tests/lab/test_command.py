@@ -1,7 +1,5 @@
 """``python -m lab``: what it runs, prints and returns."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -18,18 +16,18 @@ ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-S", "-m", "lab"]
 
 
-def command(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+def command(*arguments, text=""):
     return run_command(*COMMAND, *arguments, cwd=ROOT, input=text)
 
 
 @pytest.fixture(params=[["--mbit", "100"], ["--loopback"]], ids=["namespaces", "loopback"])
-def kind(request: pytest.FixtureRequest) -> list[str]:
+def kind(request):
     if "--mbit" in request.param:
         request.getfixturevalue("namespaces")
     return list(request.param)
 
 
-def test_a_command_runs_in_every_host(kind: list[str]) -> None:
+def test_a_command_runs_in_every_host(kind):
     script = "echo host $LAB_INDEX of $LAB_HOSTS at $LAB_ADDRESS"
     done = command("run", "--hosts", "3", *kind, "--", "sh", "-c", script)
     lines = sorted(done.stdout.splitlines())
@@ -40,13 +38,13 @@ def test_a_command_runs_in_every_host(kind: list[str]) -> None:
     assert done.returncode == 0
 
 
-def test_a_command_in_one_host_has_the_callers_streams(kind: list[str]) -> None:
+def test_a_command_in_one_host_has_the_callers_streams(kind):
     done = command("run", *kind, "--on", "1", "--", "sh", "-c", "cat; echo $LAB_INDEX", text="in ")
     assert done.stdout == "in 1\n"
 
 
 @pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
-def test_the_status_is_the_first_failures(kind: list[str], script: str, status: int) -> None:
+def test_the_status_is_the_first_failures(kind, script, status):
     done = command("run", *kind, "--", "sh", "-c", f"[ $LAB_INDEX = 0 ] || {script}")
     assert done.returncode == status
 
@@ -59,14 +57,14 @@ def test_the_status_is_the_first_failures(kind: list[str], script: str, status: 
         (["--hosts", "0", "--", "true"], "a lab has 1 to 254 hosts, got 0"),
     ],
 )
-def test_what_cannot_be_run_is_told_in_one_line(arguments: list[str], said: str) -> None:
+def test_what_cannot_be_run_is_told_in_one_line(arguments, said):
     done = command("run", "--loopback", *arguments)
     assert done.stderr.startswith(f"lab: {said}")
     assert done.stderr.count("\n") == 1
     assert done.returncode == 1
 
 
-def test_labs_are_shown_while_they_live(namespaces: None) -> None:
+def test_labs_are_shown_while_they_live(namespaces):
     with Lab(3, 100) as lab:
         name = lab.hosts[0].name.partition("-")[0]
         shown = [
@@ -78,7 +76,7 @@ def test_labs_are_shown_while_they_live(namespaces: None) -> None:
     assert not [line for line in command("show").stdout.splitlines() if prefix in line]
 
 
-def test_a_dead_lab_is_shown_and_cleaned(namespaces: None) -> None:
+def test_a_dead_lab_is_shown_and_cleaned(namespaces):
     with Lab(1) as lab:
         name = lab.hosts[0].name.partition("-")[0]
         assert lab._keeper
@@ -89,7 +87,7 @@ def test_a_dead_lab_is_shown_and_cleaned(namespaces: None) -> None:
         assert name not in command("show").stdout.split()
 
 
-def test_an_interrupted_run_leaves_nothing(kind: list[str]) -> None:
+def test_an_interrupted_run_leaves_nothing(kind):
     with subprocess.Popen(
         [*COMMAND, "run", *kind, "--", "sh", "-c", "echo $LAB_NAME; exec sleep 1000"],
         cwd=ROOT,

@@ -1,14 +1,11 @@
 """Hosts that are far apart: round trips, rates and losses are those that were asked for."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
 import sys
 from pathlib import Path
 from subprocess import PIPE
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -16,11 +13,6 @@ import pytest
 from lab import Lab, LabUnavailable
 from tests.commands import run_command
 from tests.waits import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab import Host
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = [sys.executable, "-S", "-c"]
@@ -63,18 +55,18 @@ for _ in range(1000): s.sendto(b"x", (sys.argv[1], int(sys.argv[2])))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiler(namespaces: None) -> None:
+def compiler(namespaces):
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
 
 
 @pytest.fixture(scope="module")
-def far(compiler: None) -> Iterator[Lab]:
+def far(compiler):
     with Lab(3, 100, round_trip_ms=20) as lab:
         yield lab
 
 
-def ask(server: Host, client: Host, listen: str, talk: str) -> tuple[str, str]:
+def ask(server, client, listen, talk):
     """Run a program at each of two hosts, and return what the two of them say."""
     with server.start([*PYTHON, listen], stdout=PIPE) as listening:
         assert listening.stdout
@@ -85,29 +77,29 @@ def ask(server: Host, client: Host, listen: str, talk: str) -> tuple[str, str]:
     return told, heard
 
 
-def round_trip_s(one: Host, other: Host) -> float:
+def round_trip_s(one, other):
     told, _ = ask(other, one, ECHO, ASK)
     return min(map(float, told.split()))  # the machine may be busy
 
 
 @pytest.mark.parametrize("round_trip_ms", ROUND_TRIPS)
-def test_a_round_trip_takes_as_long_as_was_asked_for(round_trip_ms: int) -> None:
+def test_a_round_trip_takes_as_long_as_was_asked_for(round_trip_ms):
     with Lab(2, 100, round_trip_ms=round_trip_ms) as lab:
         found = round_trip_s(lab.hosts[0], lab.hosts[1])
     assert found == pytest.approx(round_trip_ms / 1000, rel=0.1)
 
 
-def test_every_host_is_as_far_from_every_other(far: Lab) -> None:
+def test_every_host_is_as_far_from_every_other(far):
     pairs = [(one, other) for one in far.hosts for other in far.hosts if one is not other]
     assert [round_trip_s(*pair) for pair in pairs] == [pytest.approx(0.02, rel=0.1)] * 6
 
 
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
-def test_the_links_have_their_rate(far: Lab) -> None:
+def test_the_links_have_their_rate(far):
     assert far.payload_rate(streams=4, seconds=1) * 8e-6 == pytest.approx(PAYLOAD * 100, rel=0.05)
 
 
-def test_a_pulled_cable_loses_packets_until_it_is_back(far: Lab) -> None:
+def test_a_pulled_cable_loses_packets_until_it_is_back(far):
     one, other = far.hosts[:2]
     far.link_down(other)
     try:
@@ -118,20 +110,20 @@ def test_a_pulled_cable_loses_packets_until_it_is_back(far: Lab) -> None:
     assert round_trip_s(one, other) == pytest.approx(0.02, rel=0.1)
 
 
-def test_packets_are_lost_on_the_way() -> None:
+def test_packets_are_lost_on_the_way():
     with Lab(2, loss_percent=10) as lab:
         for one, other in (lab.hosts, lab.hosts[::-1]):
             _, came = ask(other, one, COUNT, SEND)
             assert 840 <= int(came) <= 950
 
 
-def test_packets_are_those_of_the_network() -> None:
+def test_packets_are_those_of_the_network():
     with Lab(1, round_trip_ms=20) as lab:
         shown = lab.hosts[0].start(["ip", "-d", "link", "show", "eth0"], stdout=PIPE)
         assert " gso_max_segs 1 " in shown.communicate(timeout=20)[0]
 
 
-def test_the_hosts_use_the_congestion_control_that_was_asked_for() -> None:
+def test_the_hosts_use_the_congestion_control_that_was_asked_for():
     with Lab(1, congestion="reno") as lab:
         file = "/proc/sys/net/ipv4/tcp_congestion_control"
         shown = lab.hosts[0].start(["cat", file], stdout=PIPE)
@@ -141,7 +133,7 @@ def test_the_hosts_use_the_congestion_control_that_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_the_cables_go_with_their_lab(killed: bool) -> None:
+def test_the_cables_go_with_their_lab(killed):
     with Lab(2, round_trip_ms=20) as lab:
         assert lab._keeper
         (cables,) = psutil.Process(lab._keeper.pid).children()
@@ -152,7 +144,7 @@ def test_the_cables_go_with_their_lab(killed: bool) -> None:
     assert not cables.is_running()
 
 
-def test_without_a_compiler_a_lab_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_a_lab_says_what_to_install(monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(LabUnavailable, match="`no-such-compiler` is missing: install gcc"):
         Lab(2, round_trip_ms=20).__enter__()
@@ -161,19 +153,19 @@ def test_without_a_compiler_a_lab_says_what_to_install(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "wrong", [{"round_trip_ms": -1}, {"round_trip_ms": 0.1}, {"loss_percent": 100}]
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+def test_what_cannot_be_is_refused(wrong):
     with pytest.raises(ValueError, match=f"got {next(iter(wrong.values()))}"):
         Lab(2, 100, **wrong)
 
 
-def test_the_command_makes_and_shows_such_labs() -> None:
+def test_the_command_makes_and_shows_such_labs():
     lab = [sys.executable, "-S", "-m", "lab"]
     run = [*lab, "run", "--mbit", "100", "--round-trip-ms", "20", "--on", "0", "--"]
     done = run_command(*run, *lab, "show", cwd=ROOT)
     assert ", 100 Mbit/s, 20 ms, of process" in done.stdout
 
 
-def test_a_mistake_in_the_program_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_mistake_in_the_program_is_shown(monkeypatch, tmp_path):
     # A compiler that refuses, as an old one might.
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho that is no C >&2\nexit 1\n")

@@ -1,22 +1,14 @@
 """The elastic example where a host vanishes: torchrun's ranks, one on each, and a newcomer."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bench import pool
 from bench.results import ROOT
 from lab import Lab
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from lab.lab import Host
 
 for package in ("torch", "sklearn"):
     pytest.importorskip(package, reason=f"needs {package}")
@@ -30,10 +22,10 @@ WAIT_S = 60.0
 class Output:
     """What a process on a host has said."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self._path = path
 
-    def waits_for(self, pattern: str) -> str:
+    def waits_for(self, pattern):
         """Return the first match."""
         deadline = time.monotonic() + WAIT_S
         while (found := re.search(pattern, self._path.read_text())) is None:
@@ -43,13 +35,13 @@ class Output:
 
 
 @pytest.mark.timeout(200)
-def test_a_host_vanishes_and_another_one_joins(namespaces: None, tmp_path: Path) -> None:
+def test_a_host_vanishes_and_another_one_joins(namespaces, tmp_path):
     with Lab(RANKS + 2, MBIT) as lab:
         *nodes, newcomer, reducers = lab.hosts
         (reducer,) = pool.start([reducers])
         settings = {"REDUCTION_SERVERS": reducer.address, "REDUCTION_JOB": "digits"}
 
-        def start(host: Host, command: list[str], **more: str) -> Output:
+        def start(host, command, **more):
             path = tmp_path / host.name
             with path.open("w") as file:
                 environment = {"PYTHONPATH": str(ROOT), **settings, **more}

@@ -1,7 +1,5 @@
 """Jobs whose ranks and reducers are far apart: nobody is lost who is only late."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -9,7 +7,6 @@ import sys
 import time
 from contextlib import contextmanager
 from subprocess import PIPE
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,9 +16,6 @@ from lab import Lab
 from tests.ranks import environments
 from worker_client.protocol.flow_control import MOST_BYTES, MOST_FAR_BYTES
 from worker_client.protocol.joining import auto_streams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROUND_TRIP_S = 0.2
 PATIENCE_S = 1.0  # by default, where the network is near
@@ -33,7 +27,7 @@ GROWN_S = 60.0  # at most until a window has grown
 
 
 @contextmanager
-def far_job(mbit: float = 100, loss_percent: float = 0) -> Iterator[tuple[Job, pool.Reducer]]:
+def far_job(mbit=100, loss_percent=0):
     """Two ranks and a reducer that are working."""
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
@@ -49,7 +43,7 @@ def far_job(mbit: float = 100, loss_percent: float = 0) -> Iterator[tuple[Job, p
             reducer.stop()
 
 
-def check(job: Job, more: int) -> None:
+def check(job, more):
     """So many more all-reduces end well, and nobody has been lost."""
     assert job.wait_for_steps(job.done + more, 40)
     assert [told.failure for told in job.told] == [None] * WORKERS
@@ -60,9 +54,7 @@ def check(job: Job, more: int) -> None:
 
 @pytest.mark.parametrize("impl", ["compiled", "plain"])
 @pytest.mark.parametrize("who", ["rank", "reducer"])
-def test_who_is_silent_for_some_round_trips_more_is_not_lost(
-    namespaces: None, monkeypatch: pytest.MonkeyPatch, who: str, impl: str
-) -> None:
+def test_who_is_silent_for_some_round_trips_more_is_not_lost(namespaces, monkeypatch, who, impl):
     monkeypatch.setenv("REDUCTION_IMPL", impl)
     with far_job() as (job, reducer):
         tell = reducer.process.send_signal if who == "reducer" else job.ranks[1].signal
@@ -72,7 +64,7 @@ def test_who_is_silent_for_some_round_trips_more_is_not_lost(
         check(job, 3)
 
 
-def test_connections_that_break_go_on(namespaces: None) -> None:
+def test_connections_that_break_go_on(namespaces):
     with far_job() as (job, reducer):
         to = ["dst", reducer.address.partition(":")[0]]
         for rank in job.ranks:
@@ -81,7 +73,7 @@ def test_connections_that_break_go_on(namespaces: None) -> None:
             check(job, 3)
 
 
-def test_who_is_silent_for_longer_is_named(namespaces: None) -> None:
+def test_who_is_silent_for_longer_is_named(namespaces):
     with far_job() as (job, _):
         job.ranks[1].signal(signal.SIGSTOP)
         stopped = time.monotonic()
@@ -93,12 +85,12 @@ def test_who_is_silent_for_longer_is_named(namespaces: None) -> None:
         assert lasted < failure.at - stopped < lasted + AWAY_S + ROUND_TRIP_S + 1
 
 
-def test_one_percent_of_packets_lost_on_the_way_loses_nobody(namespaces: None) -> None:
+def test_one_percent_of_packets_lost_on_the_way_loses_nobody(namespaces):
     with far_job(loss_percent=1) as (job, _):
         check(job, 15)
 
 
-def test_a_window_grows_beyond_what_the_reducer_sets_aside(namespaces: None) -> None:
+def test_a_window_grows_beyond_what_the_reducer_sets_aside(namespaces):
     """It asks for what a fast link holds, and the reducer grants that over a real connection."""
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")

@@ -3,24 +3,16 @@
 `bench.faults` runs the same cases for longer.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bench import fault_cases, faults
-from bench.fault_cases import MBIT, REDUCERS, WORKERS, Row, Scene, stage
+from bench.fault_cases import MBIT, REDUCERS, WORKERS, stage
 from lab import Lab, packets
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab.packets import Way
 
 COUNT = 30
 SLOW_COUNT = 12  # each takes a fifth of a second then
@@ -30,7 +22,7 @@ STALL_S = 3.0
 
 
 @pytest.fixture(scope="module")
-def network(namespaces: None) -> Iterator[Lab]:
+def network(namespaces):
     """Hosts for four ranks and three reducers."""
     if not shutil.which("nft"):
         pytest.skip("needs `nft`, by which packets are lost: make test-tools")
@@ -44,12 +36,12 @@ def network(namespaces: None) -> Iterator[Lab]:
 
 
 @pytest.fixture
-def scene(network: Lab) -> Iterator[Scene]:
+def scene(network):
     with stage(network) as staged:
         yield staged
 
 
-def check(row: Row, count: int = COUNT) -> None:
+def check(row, count=COUNT):
     print(f"\n{faults.HEADING}\n{faults.line(row)}")  # noqa: T201 (with -s)
     assert row.wrong == 0
     assert row.errors == 0, row.notes
@@ -57,33 +49,33 @@ def check(row: Row, count: int = COUNT) -> None:
     assert row.all_reduces >= count
 
 
-def test_one_percent_of_packets_lost_loses_nobody(scene: Scene) -> None:
+def test_one_percent_of_packets_lost_loses_nobody(scene):
     check(fault_cases.loss(scene, COUNT))
 
 
-def test_a_reducer_at_a_tenth_of_the_rate_is_not_lost(scene: Scene) -> None:
+def test_a_reducer_at_a_tenth_of_the_rate_is_not_lost(scene):
     row = fault_cases.slow(scene, SLOW_COUNT)
     check(row, SLOW_COUNT)
     assert row.rate < MBIT / 8 / 3  # the link was slow indeed
 
 
-def check_replaced(row: Row) -> None:
+def check_replaced(row):
     check(row)
     assert row.detected_s <= KNOWN_S
     assert row.stall_s <= STALL_S
     assert row.back_s <= fault_cases.SETTLE_S
 
 
-def test_a_reducer_whose_cable_is_pulled_is_replaced_until_it_is_back(scene: Scene) -> None:
+def test_a_reducer_whose_cable_is_pulled_is_replaced_until_it_is_back(scene):
     check_replaced(fault_cases.pulled(scene, COUNT))
 
 
 @pytest.mark.parametrize("way", ["both", "in", "out"])
-def test_a_rank_and_a_reducer_that_are_parted_lose_no_step(scene: Scene, way: Way) -> None:
+def test_a_rank_and_a_reducer_that_are_parted_lose_no_step(scene, way):
     check_replaced(fault_cases.partition(scene, COUNT, way))
 
 
-def test_a_rank_whose_cable_is_pulled_is_named_in_time(scene: Scene) -> None:
+def test_a_rank_whose_cable_is_pulled_is_named_in_time(scene):
     row = fault_cases.rank_pulled(scene, COUNT)
     check(row)
     assert row.detected_s <= NAMED_S
@@ -115,7 +107,7 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-def reaches(sender: int, receiver: int, lab: Lab, datagrams: int = 1) -> int:
+def reaches(sender, receiver, lab, datagrams=1):
     """Return how many of some datagrams arrive."""
     python = [sys.executable, "-S", "-c"]
     address = lab.hosts[receiver].address
@@ -128,7 +120,7 @@ def reaches(sender: int, receiver: int, lab: Lab, datagrams: int = 1) -> int:
 
 
 @pytest.mark.parametrize(("way", "there", "back"), [("in", 1, 0), ("out", 0, 1), ("both", 0, 0)])
-def test_packets_are_lost_in_that_direction(network: Lab, way: Way, there: int, back: int) -> None:
+def test_packets_are_lost_in_that_direction(network, way, there, back):
     packets.part(network.hosts[0], network.hosts[1], way)
     try:
         assert reaches(0, 1, network) == there
@@ -139,7 +131,7 @@ def test_packets_are_lost_in_that_direction(network: Lab, way: Way, there: int, 
     assert reaches(0, 1, network) == 1
 
 
-def test_so_many_percent_of_packets_are_lost(network: Lab) -> None:
+def test_so_many_percent_of_packets_are_lost(network):
     packets.lose(network.hosts[0], 10)
     try:
         for sender, receiver in ((0, 1), (1, 0)):

@@ -1,7 +1,5 @@
 """Two nodes of four ranks: what their network cards carry, and how long it takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import hierarchy
@@ -10,7 +8,7 @@ pytest.importorskip("torch", reason="needs torch")
 
 
 @pytest.mark.timeout(400)
-def test_a_nodes_card_carries_each_buffer_once(namespaces: None) -> None:
+def test_a_nodes_card_carries_each_buffer_once(namespaces):
     flat, hierarchical = hierarchy.measure(
         nodes=2, local=4, reducers=2, mbit=25, nbytes=4 << 20, rounds=2
     )

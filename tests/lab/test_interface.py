@@ -1,7 +1,5 @@
 """Ranks on hosts with two networks: reducers that ranks host listen in the one that was chosen."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from subprocess import PIPE
@@ -28,7 +26,7 @@ client.shutdown()
 """
 
 
-def test_embedded_reducers_use_the_network_that_was_chosen(namespaces: None) -> None:
+def test_embedded_reducers_use_the_network_that_was_chosen(namespaces):
     with Lab(2) as lab:
         for host in lab.hosts:
             second = f"{SECOND}.{host.index + 1}/24"
@@ -70,7 +68,7 @@ for method in os.environ["METHODS"].split():
 """
 
 
-def test_hosts_that_are_loopback_to_themselves_and_ipv6(namespaces: None, tmp_path: Path) -> None:
+def test_hosts_that_are_loopback_to_themselves_and_ipv6(namespaces, tmp_path):
     with Lab(2) as lab:
         first, second = lab.hosts
         for host in lab.hosts:

@@ -1,7 +1,5 @@
 """Hosts on one machine: they reach each other at the rate of their links, and nobody else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -10,22 +8,18 @@ import sys
 import time
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING
 
 import pytest
 
-from lab import Host, Lab, LabUnavailable, network
+from lab import Lab, LabUnavailable, network
 from tests.waits import within_s
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TRANSFER = [sys.executable, "-S", str(Path(__file__).with_name("transfer.py"))]
 PAYLOAD = 0.957  # of the link's rate: 1448 bytes in each Ethernet frame of 1514
 
 
 @pytest.fixture(params=["namespaces", "loopback"])
-def hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+def hosts(request):
     """The same three hosts, of either kind."""
     if request.param == "namespaces":
         yield request.getfixturevalue("lab").hosts
@@ -34,19 +28,19 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
             yield loopback.hosts
 
 
-def line(process: subprocess.Popen[str]) -> str:
+def line(process):
     assert process.stdout
     return process.stdout.readline().strip()
 
 
-def say(host: Host, script: str, **environment: str) -> str:
+def say(host, script, **environment):
     done = host.start(["sh", "-c", script], env=environment, stdout=PIPE)
     output, _ = done.communicate(timeout=20)
     assert done.returncode == 0
     return output.strip()
 
 
-def megabits(sender: Host, receiver: Host, total: int = 5_000_000) -> float:
+def megabits(sender, receiver, total=5_000_000):
     """Payload rate of one transfer, in Mbit/s."""
     server = receiver.start([*TRANSFER, "serve", str(total)], stdout=PIPE)
     client = sender.start([*TRANSFER, "send", receiver.address, line(server), str(total)])
@@ -56,7 +50,7 @@ def megabits(sender: Host, receiver: Host, total: int = 5_000_000) -> float:
     return rate * 8e-6
 
 
-def test_every_host_reaches_every_other_by_address_and_by_name(hosts: list[Host]) -> None:
+def test_every_host_reaches_every_other_by_address_and_by_name(hosts):
     for sender in hosts:
         for receiver in hosts:
             for address in (receiver.address, receiver.name):
@@ -69,20 +63,20 @@ def test_every_host_reaches_every_other_by_address_and_by_name(hosts: list[Host]
                 assert server.wait(20) == 0
 
 
-def test_a_host_has_its_own_address_on_eth0_and_a_loopback(lab: Lab) -> None:
+def test_a_host_has_its_own_address_on_eth0_and_a_loopback(lab):
     for host in lab.hosts:
         assert f" {host.address}/24 " in say(host, "ip -4 -o address show dev eth0")
         assert "<LOOPBACK,UP" in say(host, "ip -o link show dev lo")
         assert say(host, "cat /proc/sys/net/ipv4/tcp_congestion_control") == "cubic"
 
 
-def test_the_machines_own_name_leads_back_to_the_host(lab: Lab) -> None:
+def test_the_machines_own_name_leads_back_to_the_host(lab):
     look = "import socket; print(socket.gethostbyname(socket.gethostname()))"
     for host in lab.hosts:
         assert say(host, f"{sys.executable} -S -c '{look}'") == host.address
 
 
-def test_no_way_leads_out_of_a_lab(lab: Lab) -> None:
+def test_no_way_leads_out_of_a_lab(lab):
     assert say(lab.hosts[0], "ip route").startswith("10.77.")
     assert "default" not in say(lab.hosts[0], "ip route")
     outside = subprocess.run(["ip", "-o", "link"], stdout=PIPE, text=True, check=True).stdout
@@ -90,7 +84,7 @@ def test_no_way_leads_out_of_a_lab(lab: Lab) -> None:
     assert network.PREFIX not in outside
 
 
-def test_a_link_has_its_rate_each_way(lab: Lab) -> None:
+def test_a_link_has_its_rate_each_way(lab):
     one, other = lab.hosts[:2]
     lab.set_rate(other, None)  # what is measured is the one's link alone
     try:
@@ -100,7 +94,7 @@ def test_a_link_has_its_rate_each_way(lab: Lab) -> None:
         lab.set_rate(other, 100)
 
 
-def test_a_links_rate_can_be_changed_and_lifted(lab: Lab) -> None:
+def test_a_links_rate_can_be_changed_and_lifted(lab):
     one, other = lab.hosts[:2]
     try:
         lab.set_rate(one, 40)
@@ -117,7 +111,7 @@ def test_a_links_rate_can_be_changed_and_lifted(lab: Lab) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
-def test_the_payload_rate_is_what_iperf3_reaches_and_is_measured_once(lab: Lab) -> None:
+def test_the_payload_rate_is_what_iperf3_reaches_and_is_measured_once(lab):
     rate = lab.payload_rate()
     assert rate * 8e-6 == pytest.approx(PAYLOAD * 100, rel=0.03)
     start = time.monotonic()
@@ -125,21 +119,19 @@ def test_the_payload_rate_is_what_iperf3_reaches_and_is_measured_once(lab: Lab) 
     within_s(0.5, start)
 
 
-def test_without_iperf3_the_payload_rate_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_iperf3_the_payload_rate_says_what_to_install(monkeypatch, tmp_path):
     with Lab.loopback(2) as loopback:
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(LabUnavailable, match="install the package iperf3"):
             loopback.payload_rate()
 
 
-def test_one_host_has_nobody_to_measure_against() -> None:
+def test_one_host_has_nobody_to_measure_against():
     with Lab.loopback(1) as loopback, pytest.raises(LabUnavailable, match="two hosts"):
         loopback.payload_rate()
 
 
-def test_a_pulled_cable_stops_traffic_and_a_connection_survives_it(lab: Lab) -> None:
+def test_a_pulled_cable_stops_traffic_and_a_connection_survives_it(lab):
     one, other = lab.hosts[:2]
     server = other.start([*TRANSFER, "echo"], stdout=PIPE)
     client = one.start([*TRANSFER, "ask", other.address, line(server)], stdin=PIPE, stdout=PIPE)
@@ -163,7 +155,7 @@ def test_a_pulled_cable_stops_traffic_and_a_connection_survives_it(lab: Lab) -> 
     assert megabits(one, other) == pytest.approx(PAYLOAD * 100, rel=0.06)
 
 
-def test_two_labs_at_once_share_nothing(lab: Lab) -> None:
+def test_two_labs_at_once_share_nothing(lab):
     with Lab(hosts=3, mbit=40) as second:
         assert {host.name for host in lab.hosts}.isdisjoint(host.name for host in second.hosts)
         assert {host.address for host in lab.hosts}.isdisjoint(
@@ -180,7 +172,7 @@ def test_two_labs_at_once_share_nothing(lab: Lab) -> None:
     assert megabits(lab.hosts[0], lab.hosts[1]) == pytest.approx(PAYLOAD * 100, rel=0.06)
 
 
-def test_a_process_is_told_where_it_is(hosts: list[Host]) -> None:
+def test_a_process_is_told_where_it_is(hosts):
     told = say(
         hosts[2],
         "echo $LAB_INDEX $LAB_HOSTS $LAB_ADDRESS $LAB_NAME $LAB_ADDRESSES $LAB_NAMES $EXTRA",
@@ -192,7 +184,7 @@ def test_a_process_is_told_where_it_is(hosts: list[Host]) -> None:
     assert told == f"{own} {addresses} {names} and more"
 
 
-def test_a_process_leads_its_own_session_and_has_no_input(hosts: list[Host]) -> None:
+def test_a_process_leads_its_own_session_and_has_no_input(hosts):
     process = hosts[0].start(["sh", "-c", "cat; echo read; exec sleep 1000"], stdout=PIPE)
     assert line(process) == "read"
     assert os.getsid(process.pid) == process.pid
@@ -200,18 +192,18 @@ def test_a_process_leads_its_own_session_and_has_no_input(hosts: list[Host]) -> 
     assert process.wait(20) == -signal.SIGKILL
 
 
-def test_output_can_go_nowhere(hosts: list[Host]) -> None:
+def test_output_can_go_nowhere(hosts):
     process = hosts[0].start(["sh", "-c", "echo lost; exit 3"], stdout=DEVNULL, stderr=DEVNULL)
     assert process.stdout is None
     assert process.wait(20) == 3
 
 
-def test_a_program_that_is_not_there_is_named(hosts: list[Host]) -> None:
+def test_a_program_that_is_not_there_is_named(hosts):
     with pytest.raises(FileNotFoundError, match="'no-such-program' to start in host 1"):
         hosts[1].start(["no-such-program"])
 
 
-def test_hosts_on_loopback_have_no_links() -> None:
+def test_hosts_on_loopback_have_no_links():
     with Lab.loopback(hosts=2) as loopback:
         assert loopback.mbit is None
         assert [host.index for host in loopback.hosts] == [0, 1]
@@ -225,7 +217,7 @@ def test_hosts_on_loopback_have_no_links() -> None:
                 change(loopback.hosts[0])
 
 
-def test_a_lab_that_has_ended_starts_nothing() -> None:
+def test_a_lab_that_has_ended_starts_nothing():
     with Lab.loopback(hosts=1) as loopback:
         host = loopback.hosts[0]
     assert loopback.hosts == []
@@ -234,6 +226,6 @@ def test_a_lab_that_has_ended_starts_nothing() -> None:
 
 
 @pytest.mark.parametrize(("hosts", "mbit"), [(0, None), (255, None), (2, 0), (2, -1)])
-def test_labs_that_cannot_be_are_refused(hosts: int, mbit: float | None) -> None:
+def test_labs_that_cannot_be_are_refused(hosts, mbit):
     with pytest.raises(ValueError, match="got"):
         Lab(hosts, mbit)

@@ -1,12 +1,9 @@
 """`bench.sites`, with a site and a reducer that are killed."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,20 +11,18 @@ from tests.commands import run_command
 
 pytest.importorskip("torch", reason="needs torch")
 
-if TYPE_CHECKING:
-    from subprocess import CompletedProcess
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = r" +([\d.]+)" * 4
 
 
-def sites(*options: str) -> CompletedProcess[str]:
+def sites(*options):
     return run_command(sys.executable, "-m", "bench.sites", *options, cwd=ROOT, timeout=540)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("namespaces")
-def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path: Path) -> None:
+def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path):
     """That both end with the same weights is the command's own condition."""
     curves = tmp_path / "curves.json"
     far = ["--sites", "3", "--reducers", "2", "--mbit", "100", "--round-trip-ms", "100"]
@@ -49,7 +44,7 @@ def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path: Path) -> 
         (["--kinds", "diloco,none"], "none: of ddp"),
     ],
 )
-def test_what_cannot_be_is_refused(options: list[str], says: str) -> None:
+def test_what_cannot_be_is_refused(options, says):
     done = sites(*options)
     assert done.returncode == 2
     assert says in done.stderr

@@ -1,22 +1,14 @@
 """A rank that comes late and one whose link is slow: both are named, and told apart."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import time
 from subprocess import PIPE
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from lab import Lab
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab.lab import Host
 
 WORKERS, REDUCERS, MBIT = 4, 2, 500.0
 NAMED_S = 10.0
@@ -29,11 +21,11 @@ GET = "from urllib.request import urlopen; print(urlopen('{}').read().decode())"
 class Job:
     """Ranks that make steps, and the reducers that see them."""
 
-    def __init__(self, lab: Lab, late: dict[int, float]) -> None:
+    def __init__(self, lab, late):
         self.workers = lab.hosts[:WORKERS]
         self.watch = lab.hosts[WORKERS]
-        self.logs: list[subprocess.Popen[str]] = []
-        self.http: list[str] = []
+        self.logs = []
+        self.http = []
         servers = []
         for host in lab.hosts[WORKERS:]:
             serve = [*PYTHON, "reducer", "serve", "--insecure", "--bind"]
@@ -57,27 +49,27 @@ class Job:
             for rank, host in enumerate(self.workers)
         ]
 
-    def said(self, *arguments: str) -> str:
+    def said(self, *arguments):
         """Return what Python says on a host of the pool."""
         process = self.watch.start([sys.executable, *arguments], stdout=PIPE)
         return process.communicate(timeout=START_S)[0]
 
-    def metrics(self) -> str:
+    def metrics(self):
         """Return what a reducer tells Prometheus."""
         return self.said("-c", GET.format(f"http://{self.http[0]}/metrics"))
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self):
         """Return what every reducer says of the job."""
         told = json.loads(self.said("-m", "reducer", "status", "--json", ",".join(self.http)))
         return [job for one in told for job in one["jobs"]]
 
-    def begin(self) -> None:
+    def begin(self):
         """Wait until the ranks make steps."""
         end = time.monotonic() + START_S
         while not any(job["costliest_ranks"] for job in self.status()):
             assert time.monotonic() < end, self.status()
 
-    def straggler(self, until: float) -> dict[str, Any]:
+    def straggler(self, until):
         """Return the first one that both reducers name."""
         while True:
             told = [job["straggler"] for job in self.status()]
@@ -86,7 +78,7 @@ class Job:
                 return dict(told[0])
             assert time.monotonic() < until, json.dumps(self.status())
 
-    def stop(self) -> str:
+    def stop(self):
         """End all; return what the reducers have logged."""
         for process in [*self.processes, *self.logs]:
             process.kill()
@@ -95,12 +87,12 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def network(namespaces: None) -> Iterator[Lab]:
+def network(namespaces):
     with Lab(WORKERS + REDUCERS, MBIT) as lab:
         yield lab
 
 
-def run(network: Lab, late: dict[int, float], slow: Host | None = None) -> Job:
+def run(network, late, slow=None):
     job = Job(network, late)
     try:
         job.begin()
@@ -113,7 +105,7 @@ def run(network: Lab, late: dict[int, float], slow: Host | None = None) -> Job:
 
 
 @pytest.mark.parametrize("cause", ["late", "slow"])
-def test_it_is_named_with_the_reason(network: Lab, cause: str) -> None:
+def test_it_is_named_with_the_reason(network, cause):
     late, slow = ({2: 0.03}, None) if cause == "late" else ({}, network.hosts[2])
     began = time.monotonic()
     job = run(network, late, slow)
@@ -140,7 +132,7 @@ def test_it_is_named_with_the_reason(network: Lab, cause: str) -> None:
 
 
 @pytest.mark.parametrize("number", range(20))
-def test_nobody_is_accused_without_a_reason(network: Lab, number: int) -> None:
+def test_nobody_is_accused_without_a_reason(network, number):
     job = run(network, {})
     try:
         end = time.monotonic() + QUIET_S

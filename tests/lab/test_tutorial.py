@@ -1,12 +1,9 @@
 """Pages that lead from one machine to a pool with keys on two hosts, by their commands alone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,8 +12,6 @@ from tests.pages import FINGERPRINT, ROOT, blocks, finish, shell
 
 pytest.importorskip("torch", reason="needs torch")
 
-if TYPE_CHECKING:
-    from lab import Host
 
 # Hosts of a lab share their files, so each has a home of its own, which these two reach. Like the
 # real one, ssh reads the commands that are pasted after it, unless it has -n.
@@ -33,7 +28,7 @@ END_S = 200.0
 class Machine:
     """A host, a home, and shells there into which commands are pasted, in the checkout."""
 
-    def __init__(self, host: Host, homes: Path) -> None:
+    def __init__(self, host, homes):
         self._host = host
         self._home = homes / host.name
         self._home.mkdir()
@@ -41,7 +36,7 @@ class Machine:
             [str(homes), str(Path(sys.executable).parent), os.environ["PATH"]]
         )
 
-    def start(self, *steps: str) -> subprocess.Popen[str]:
+    def start(self, *steps):
         pasted = self._home / "pasted"
         pasted.write_text("".join(steps))
         with pasted.open() as stdin:
@@ -55,16 +50,14 @@ class Machine:
             )
 
 
-def said_by(shell: subprocess.Popen[str]) -> str:
+def said_by(shell):
     said, _ = shell.communicate(timeout=END_S)
     assert shell.returncode == 0, said
     return said
 
 
 @pytest.mark.timeout(600)
-def test_a_pool_with_keys_on_two_machines(
-    namespaces: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_with_keys_on_two_machines(namespaces, tmp_path, monkeypatch):
     steps = blocks("docs/tutorial.md", "sh")
     alone, (names, copy, both, first, second, end) = steps[:5], steps[5:]
     for command, script in (("ssh", SSH), ("scp", SCP)):
@@ -91,7 +84,7 @@ def test_a_pool_with_keys_on_two_machines(
 
 
 @pytest.mark.timeout(900)
-def test_a_gpt_on_two_hosts(namespaces: None, tmp_path: Path) -> None:
+def test_a_gpt_on_two_hosts(namespaces, tmp_path):
     activate, *steps = blocks("docs/gpt.md", "sh")
     assert activate in blocks("docs/index.md", "sh")[0]
     said = []

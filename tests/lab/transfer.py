@@ -13,14 +13,14 @@ import time
 BURST = 1_000_000  # what the shaper lets through at once is not counted, nor TCP's start
 
 
-def listen() -> socket.socket:
+def listen():
     server = socket.create_server(("", 0))
     print(server.getsockname()[1], flush=True)
     connection, _ = server.accept()
     return connection
 
 
-def serve(total: int) -> None:
+def serve(total):
     with listen() as connection:
         count = start = first = 0.0
         while count < total:
@@ -30,19 +30,19 @@ def serve(total: int) -> None:
         print((count - first) / (time.monotonic() - start), flush=True)
 
 
-def send(address: str, port: int, total: int) -> None:
+def send(address, port, total):
     with socket.create_connection((address, port)) as connection:
         connection.sendall(bytes(total))
         connection.recv(1)  # ends when the other side has everything
 
 
-def echo() -> None:
+def echo():
     with listen() as connection:
         while data := connection.recv(100):
             connection.sendall(data)
 
 
-def ask(address: str, port: int) -> None:
+def ask(address, port):
     with socket.create_connection((address, port)) as connection:
         for line in sys.stdin:
             connection.sendall(line.encode())

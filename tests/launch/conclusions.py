@@ -1,8 +1,6 @@
 """What is to be concluded from an environment, as tables of tests say it."""
 
-from __future__ import annotations
-
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 
@@ -10,14 +8,14 @@ from reducer.errors import ConfigError
 from worker_client.launch import Resolved, resolve
 
 # What is set, and what is to be concluded; what is not named is to be None, or as by default.
-Case: TypeAlias = tuple[dict[str, str], dict[str, Any]]
+Case = tuple[dict[str, str], dict[str, Any]]
 # What is set, and what its error says.
-Mistake: TypeAlias = tuple[dict[str, str], str]
+Mistake = tuple[dict[str, str], str]
 
 FIELDS = set(Resolved.__dataclass_fields__) - {"reasons", "also"}
 
 
-def concludes(environment: dict[str, str], expected: dict[str, Any]) -> None:
+def concludes(environment, expected):
     """Check each field, and that somebody is named for each that was found out."""
     found = resolve({"PATH": "/bin", "HOME": "/root", **environment})
     default = Resolved()
@@ -30,7 +28,7 @@ def concludes(environment: dict[str, str], expected: dict[str, Any]) -> None:
         assert found.reasons[name], f"nobody said {name}"
 
 
-def refuses(environment: dict[str, str], message: str) -> None:
+def refuses(environment, message):
     """Check that it is refused, and how."""
     with pytest.raises(ConfigError, match=message):
         resolve(environment)

@@ -1,7 +1,5 @@
 """Launchers for tests: a small SLURM of this user's own, and an environment without any."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -10,17 +8,12 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.commands import free_ports, run_command
 from tests.conftest import NAMES, PREFIXES
 from tests.lab.conftest import namespaces  # noqa: F401 (a fixture)
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 ROOT = Path(__file__).parents[2]
 SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "scontrol", "sinfo")
@@ -49,7 +42,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def bare_environment(**settings: str) -> dict[str, str]:
+def bare_environment(**settings):
     """Return this process's environment without what a launcher says, and with these."""
     kept = {
         name: value
@@ -60,7 +53,7 @@ def bare_environment(**settings: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def slurm(tmp_path_factory):
     """Return what srun needs in its environment to reach a SLURM of two nodes on this machine."""
     if os.geteuid() != 0:
         pytest.skip("needs root, for a SLURM of its own")
@@ -106,9 +99,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
                 daemon.wait()
 
 
-def _wait_for_nodes(
-    environment: dict[str, str], daemons: list[subprocess.Popen[bytes]], log: Path
-) -> None:
+def _wait_for_nodes(environment, daemons, log):
     until = time.monotonic() + START_S
     while time.monotonic() < until and all(daemon.poll() is None for daemon in daemons):
         command = ("sinfo", "--noheader", "--states=idle", "--format=%D")

@@ -1,9 +1,6 @@
 """What launchers set, as their documents show it or as they were seen to."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 VERTEX_CLUSTER = {
     "workerpool0": ["cmle-training-workerpool0-ab-0:2222"],
@@ -29,7 +26,7 @@ TUNING_CLUSTER = {
 AZURE_CLUSTER = {"worker": ["host0:2222", "host1:2222"]}
 
 
-def spec(cluster: dict[str, list[str]], kind: str, index: int, **task: Any) -> str:
+def spec(cluster, kind, index, **task):
     """Return CLUSTER_SPEC or TF_CONFIG of one replica."""
     whole = {
         "cluster": cluster,
@@ -40,7 +37,7 @@ def spec(cluster: dict[str, list[str]], kind: str, index: int, **task: Any) -> s
     return json.dumps(whole)
 
 
-def vertex(pool: int, index: int, **task: Any) -> dict[str, str]:
+def vertex(pool, index, **task):
     """Return what Vertex AI sets in a replica: both variables."""
     names = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps"}
     cluster = {names[task]: VERTEX_CLUSTER[task] for task in names}

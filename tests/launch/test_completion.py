@@ -1,7 +1,5 @@
 """The shell completes both commands: their options, and the values of options that have few."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ APPS = {"reducer": reducer.cli.app, "worker-client": worker_client.cli.app}
 BIN = Path(sys.executable).parent
 
 
-def completed(line: str) -> list[str]:
+def completed(line):
     """Return what the last word of a line may become; a command's options are asked for by -."""
     command, *_ = words = line.split(" ")
     variable = f"_{command.upper().replace('-', '_')}_COMPLETE"
@@ -43,7 +41,7 @@ def completed(line: str) -> list[str]:
         ("worker-client timeline ", ["merge"]),
     ],
 )
-def test_what_a_line_may_become(line: str, words: list[str]) -> None:
+def test_what_a_line_may_become(line, words):
     assert completed(line) == list(words)
 
 
@@ -52,9 +50,7 @@ def test_what_a_line_may_become(line: str, words: list[str]) -> None:
     ("command", "line", "word"),
     [("reducer", "serve --impl pl", "plain"), ("worker-client", "doc", "doctor")],
 )
-def test_a_shell_has_it_when_it_was_installed(
-    command: str, line: str, word: str, tmp_path: Path
-) -> None:
+def test_a_shell_has_it_when_it_was_installed(command, line, word, tmp_path):
     environment = bare_environment(HOME=str(tmp_path), PATH=f"{BIN}:/usr/bin:/bin")
     run = {"env": environment, "timeout": 60}
     # Out of a shell: typer looks among the parents of a command for what they are.

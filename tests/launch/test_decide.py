@@ -1,7 +1,5 @@
 """What `launch` turns into, by who the process is and what was asked for."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -18,7 +16,7 @@ from tests.launch.environments import (
     spec,
     vertex,
 )
-from worker_client.launch import Decision, decide, resolve
+from worker_client.launch import decide, resolve
 
 SCRIPT = ["train.py", "--epochs", "5"]
 PLAIN = (sys.executable, *SCRIPT)
@@ -33,12 +31,7 @@ ONE_PER_NODE = {
 }
 
 
-def plan(
-    environment: dict[str, str],
-    script: list[str] | None = None,
-    processes: str = "auto",
-    gpus: int = 0,
-) -> Decision:
+def plan(environment, script=None, processes="auto", gpus=0):
     """Decide as the command does, on a machine with some GPUs."""
     return decide(
         resolve(environment),
@@ -49,7 +42,7 @@ def plan(
     )
 
 
-def test_without_a_launcher_torchrun_starts_one_rank_for_each_gpu() -> None:
+def test_without_a_launcher_torchrun_starts_one_rank_for_each_gpu():
     alone = (*TORCH, "--standalone", "--nnodes", "1", "--nproc-per-node")
     assert plan({}).argv == (*alone, "1", *SCRIPT)
     assert plan({}, gpus=8).argv == (*alone, "8", *SCRIPT)
@@ -57,7 +50,7 @@ def test_without_a_launcher_torchrun_starts_one_rank_for_each_gpu() -> None:
     assert plan({}).sets == {}
 
 
-def test_a_node_of_vertex_ai_meets_the_others_at_the_primary() -> None:
+def test_a_node_of_vertex_ai_meets_the_others_at_the_primary():
     found = plan(vertex(1, 1, trial="3"), gpus=4)
     shape = ("--nnodes", "3", "--node-rank", "2", "--nproc-per-node", "4")
     where = ("--master-addr", PRIMARY, "--master-port", "2222")
@@ -65,7 +58,7 @@ def test_a_node_of_vertex_ai_meets_the_others_at_the_primary() -> None:
     assert found.sets == {"REDUCTION_SERVERS": SERVERS}
 
 
-def test_reducers_that_the_user_named_are_left_alone() -> None:
+def test_reducers_that_the_user_named_are_left_alone():
     assert plan({**vertex(1, 1), "REDUCTION_SERVERS": "a:1"}).sets == {}
     assert plan({**vertex(1, 1), "REDUCTION_SERVERS": ""}).sets == {}
 
@@ -73,7 +66,7 @@ def test_reducers_that_the_user_named_are_left_alone() -> None:
 @pytest.mark.parametrize(
     "environment", [vertex(2, 1), {"TF_CONFIG": spec(TUNING_CLUSTER, "ps", 0)}]
 )
-def test_a_reducers_replica_serves(environment: dict[str, str]) -> None:
+def test_a_reducers_replica_serves(environment):
     serves = (sys.executable, "-m", "reducer", "serve")
     for name in ("REDUCTION_KEYS", "REDUCTION_INSECURE"):
         found = plan({**environment, name: "1"})
@@ -85,12 +78,12 @@ def test_a_reducers_replica_serves(environment: dict[str, str]) -> None:
         plan(environment)
 
 
-def test_an_evaluator_runs_the_script_as_it_is() -> None:
+def test_an_evaluator_runs_the_script_as_it_is():
     found = plan(vertex(3, 0), processes="4", gpus=4)
     assert (found.argv, found.sets) == (PLAIN, {})
 
 
-def test_a_rank_becomes_the_script_and_is_told_who_it_is_in_torchs_words() -> None:
+def test_a_rank_becomes_the_script_and_is_told_who_it_is_in_torchs_words():
     found = plan(SLURM)
     assert found.argv == PLAIN
     assert found.sets == {
@@ -104,15 +97,15 @@ def test_a_rank_becomes_the_script_and_is_told_who_it_is_in_torchs_words() -> No
     }
 
 
-def test_what_torchrun_has_started_is_not_told_anew() -> None:
+def test_what_torchrun_has_started_is_not_told_anew():
     found = plan({**TORCHRUN, **vertex(1, 0)}, gpus=8)
     assert (found.argv, found.sets) == (PLAIN, {"REDUCTION_SERVERS": SERVERS})
 
 
-def test_one_process_on_each_node_starts_the_others() -> None:
+def test_one_process_on_each_node_starts_the_others():
     shape = ("--nnodes", "8", "--node-rank", "5", "--nproc-per-node")
     for asked in ({"gpus": 4}, {"processes": "4"}):
-        found = plan(ONE_PER_NODE, **asked)  # type: ignore[arg-type]
+        found = plan(ONE_PER_NODE, **asked)
         assert found.argv[: len(TORCH) + 6] == (*TORCH, *shape, "4")
         assert found.sets == {}
     assert plan(ONE_PER_NODE, gpus=1).argv == PLAIN
@@ -127,19 +120,19 @@ def test_one_process_on_each_node_starts_the_others() -> None:
 @pytest.mark.parametrize(
     "environment", [OPEN_MPI, TORCHRUN, {**ENV, "LOCAL_RANK": "1"}], ids=["mpi", "torchrun", "env"]
 )
-def test_several_ranks_on_a_node_start_no_others(environment: dict[str, str]) -> None:
+def test_several_ranks_on_a_node_start_no_others(environment):
     with pytest.raises(ConfigError, match="--nproc-per-node 4 would start as many in each"):
         plan(environment, processes="4")
 
 
-def test_kubeflow_has_told_torchrun_already() -> None:
+def test_kubeflow_has_told_torchrun_already():
     assert plan(KUBEFLOW).argv == (*TORCH, *SCRIPT)
     assert plan(KUBEFLOW, processes="2").argv == (*TORCH, "--nproc-per-node", "2", *SCRIPT)
     without = {name: value for name, value in KUBEFLOW.items() if name != "PET_NPROC_PER_NODE"}
     assert plan(without, gpus=2).argv == (*TORCH, "--nproc-per-node", "2", *SCRIPT)
 
 
-def test_where_nobody_says_where_to_meet_the_user_must() -> None:
+def test_where_nobody_says_where_to_meet_the_user_must():
     with pytest.raises(ConfigError, match="Open MPI does not say where rank 0 is: set MASTER_ADDR"):
         plan(OPEN_MPI)
     with pytest.raises(ConfigError, match="set MASTER_ADDR"):
@@ -147,7 +140,7 @@ def test_where_nobody_says_where_to_meet_the_user_must() -> None:
     assert plan({**MPICH, "MASTER_ADDR": "node0"}).sets["MASTER_ADDR"] == "node0"
 
 
-def test_modules_and_programs_can_be_run_as_well() -> None:
+def test_modules_and_programs_can_be_run_as_well():
     module = ["-m", "training", "--epochs", "5"]
     assert plan(SLURM, module).argv == (sys.executable, *module)
     assert plan({}, module).argv[-4:] == tuple(module)
@@ -156,7 +149,7 @@ def test_modules_and_programs_can_be_run_as_well() -> None:
     assert plan({}, program).argv[-3:] == ("--no-python", *program)
 
 
-def test_mistakes_are_refused() -> None:
+def test_mistakes_are_refused():
     with pytest.raises(ConfigError, match="nothing to run"):
         plan({}, [])
     for wrong in ("0", "gpu", "-1", "1.5"):

@@ -1,7 +1,5 @@
 """`worker-client doctor` beside real reducers, each ill in a way of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
@@ -26,13 +23,6 @@ from worker_client.commands.doctor.findings import Health, Kind, compare
 from worker_client.commands.doctor.host import examine_host
 from worker_client.launch import resolve
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from tests.commands import Serving
-
 DOCTOR = [sys.executable, "-c", "from worker_client.cli import main; main()", "doctor"]
 OLDER = (
     "import reducer.wire.header as header; header.VERSION_MAJOR, header.VERSION = 9, '9.0';"
@@ -40,27 +30,27 @@ OLDER = (
 )
 
 
-def reducer(*options: object, **how: Any) -> AbstractContextManager[Serving]:
+def reducer(*options, **how):
     """A real reducer on loopback."""
     return serving("--log-level", "error", *options, env=bare_environment(), **how)
 
 
-def ask(*options: str, **settings: str) -> tuple[int, str]:
+def ask(*options, **settings):
     """Return the doctor's exit code, and what it says."""
     done = run_command(*DOCTOR, *options, env=bare_environment(**settings))
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout
 
 
-def facts(servers: Sequence[str], **settings: str) -> dict[str, Any]:
+def facts(servers, **settings):
     """Return what it says to programs."""
     code, said = ask("--json", REDUCTION_SERVERS=",".join(servers), **settings)
-    found: dict[str, Any] = json.loads(said)
+    found = json.loads(said)
     assert code == (1 if found["problems"] else 0)
     return found
 
 
-def test_each_illness_is_named() -> None:
+def test_each_illness_is_named():
     with ExitStack() as stack:
         _, well, _ = stack.enter_context(reducer("--threads", 2))
         process, dead, _ = stack.enter_context(reducer())
@@ -98,7 +88,7 @@ def test_each_illness_is_named() -> None:
 
 
 @contextmanager
-def server_with_keys() -> Iterator[str]:
+def server_with_keys():
     """A socket of ZeroMQ that demands keys."""
     context = zmq.Context()
     held = context.socket(zmq.ROUTER)
@@ -111,7 +101,7 @@ def server_with_keys() -> Iterator[str]:
 
 
 @contextmanager
-def server_of_text() -> Iterator[str]:
+def server_of_text():
     """A web server, as the one that a reducer itself may have at another port."""
     command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "0"]
     with subprocess.Popen(
@@ -125,7 +115,7 @@ def server_of_text() -> Iterator[str]:
             process.kill()
 
 
-def test_a_reducer_at_another_port_is_found_and_a_listed_one_is_not_taken_for_it() -> None:
+def test_a_reducer_at_another_port_is_found_and_a_listed_one_is_not_taken_for_it():
     wrong = str(free_port())
     with reducer() as (_, there, _):
         right = there.rpartition(":")[2]
@@ -137,7 +127,7 @@ def test_a_reducer_at_another_port_is_found_and_a_listed_one_is_not_taken_for_it
         assert problem["kind"] == Kind.DEAD
 
 
-def test_a_host_that_drops_packets_is_named() -> None:
+def test_a_host_that_drops_packets_is_named():
     with socket.socket() as full:  # a queue of connections that nobody takes, and that is full
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -151,14 +141,13 @@ def test_a_host_that_drops_packets_is_named() -> None:
     assert "firewall" in problem["advice"]
 
 
-def test_each_illness_of_keys_is_named(tmp_path: Path) -> None:
+def test_each_illness_of_keys_is_named(tmp_path):
     for pool in ("ours", "theirs"):
         keygen(tmp_path / pool, ["digits"])
 
-    def problems(server: str, pool: str | None) -> list[dict[str, str]]:
+    def problems(server, pool):
         keys = {"REDUCTION_KEYS": str(tmp_path / pool / "jobs" / "digits")} if pool else {}
-        problems: list[dict[str, str]] = facts([server], **keys)["problems"]
-        return problems
+        return facts([server], **keys)["problems"]
 
     with (
         reducer("--keys", tmp_path / "ours" / "pool") as (_, locked, _),
@@ -178,8 +167,8 @@ def test_each_illness_of_keys_is_named(tmp_path: Path) -> None:
         assert said in one["message"]
 
 
-def test_one_that_never_answers_a_hello_is_named() -> None:
-    def connect(address: str) -> Any:
+def test_one_that_never_answers_a_hello_is_named():
+    def connect(address):
         raise ReducerLostError("it does not answer a HELLO", reducer=address)
 
     with reducer() as (_, there, _):
@@ -188,7 +177,7 @@ def test_one_that_never_answers_a_hello_is_named() -> None:
     assert found.problem.kind == Kind.SILENT
 
 
-def test_what_is_said_to_people() -> None:
+def test_what_is_said_to_people():
     wrong = f"127.0.0.1:{free_port()}"
     with reducer() as (_, there, _):
         code, said = ask(REDUCTION_SERVERS=f"{there},{wrong}", REDUCTION_JOB="mine")
@@ -204,7 +193,7 @@ def test_what_is_said_to_people() -> None:
     assert "1 of 1 reducers are well" in said
 
 
-def test_without_reducers_there_is_nothing_to_examine() -> None:
+def test_without_reducers_there_is_nothing_to_examine():
     code, said = ask()
     assert (code, "every rank hosts one" in said) == (0, True)
 
@@ -213,9 +202,7 @@ NODES = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
 
 
 @pytest.mark.parametrize("name", ["127.0.1.1", "localhost", "no..name"])
-def test_a_host_whose_own_name_others_cannot_reach_is_told_what_to_set(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_whose_own_name_others_cannot_reach_is_told_what_to_set(name, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     (found,) = examine_host(resolve(NODES), [], told=False)
     assert found.kind is Kind.GLOO
@@ -230,7 +217,7 @@ def test_a_host_whose_own_name_others_cannot_reach_is_told_what_to_set(
     assert not list(examine_host(resolve({**NODES, "LOCAL_WORLD_SIZE": "4"}), [], told=False))
 
 
-def outside() -> dict[str, list[str]]:
+def outside():
     """Return the addresses of this machine's interfaces to others."""
     there = {name: its for name, its in addresses().items() if name != "lo"}
     if not there:
@@ -238,30 +225,26 @@ def outside() -> dict[str, list[str]]:
     return there
 
 
-def test_the_interface_is_the_one_that_leads_to_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interface_is_the_one_that_leads_to_the_job(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
     for interface, its in outside().items():
         (found,) = examine_host(resolve({**NODES, "MASTER_ADDR": its[-1]}), [], told=False)
         assert f"GLOO_SOCKET_IFNAME={interface} " in found.advice
 
 
-def test_a_host_whose_name_is_an_address_of_its_own_is_well(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_whose_name_is_an_address_of_its_own_is_well(monkeypatch):
     for its in outside().values():
         monkeypatch.setattr(socket, "gethostname", lambda its=its: its[-1])
         assert not list(examine_host(resolve(NODES), [], told=False))
 
 
-def test_a_host_whose_name_is_an_ipv6_address_may_have_no_ipv6(
-    monkeypatch: pytest.MonkeyPatch, without_ipv6: None
-) -> None:
+def test_a_host_whose_name_is_an_ipv6_address_may_have_no_ipv6(monkeypatch, without_ipv6):
     monkeypatch.setattr(socket, "gethostname", lambda: "::1")
     (found,) = examine_host(resolve({**NODES, "MASTER_ADDR": "::1"}), ["::1"], told=False)
     assert "::1, the name of this host, is no name of an address here" in found.message
 
 
-def test_rank_0_on_a_host_without_an_address_is_named() -> None:
+def test_rank_0_on_a_host_without_an_address_is_named():
     code, said = ask("--json", MASTER_ADDR="no..name", RANK="1", WORLD_SIZE="2")
     assert code == 1
     (problem,) = [one for one in json.loads(said)["problems"] if one["kind"] == Kind.NAME]
@@ -269,7 +252,7 @@ def test_rank_0_on_a_host_without_an_address_is_named() -> None:
     assert "MASTER_ADDR" in problem["advice"]
 
 
-def test_settings_that_are_wrong_are_said() -> None:
+def test_settings_that_are_wrong_are_said():
     assert ask(REDUCTION_SERVER="a:1")[0] == 1
     code, said = ask("--json", TF_CONFIG=spec({"worker": ["a"]}, "worker", 0))
     [problem] = json.loads(said)["problems"]
@@ -277,7 +260,7 @@ def test_settings_that_are_wrong_are_said() -> None:
     assert problem["message"].startswith("TF_CONFIG cluster.worker: write host:port (got 'a')")
 
 
-def test_a_directory_without_keys_is_said_once(tmp_path: Path) -> None:
+def test_a_directory_without_keys_is_said_once(tmp_path):
     settings = {"REDUCTION_SERVERS": "10.0.0.5:5555,10.0.0.6:5555", "REDUCTION_KEYS": str(tmp_path)}
     code, said = ask(**settings)
     assert (code, said.count(f"there is no job.name in {tmp_path} (REDUCTION_KEYS")) == (1, 1)
@@ -289,7 +272,7 @@ def test_a_directory_without_keys_is_said_once(tmp_path: Path) -> None:
     assert "REDUCTION_KEYS" in problem["message"]
 
 
-def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away() -> None:
+def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away():
     with reducer() as (_, there, _):
         found = facts(
             [there],
@@ -313,16 +296,14 @@ def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away() 
         ([], []),
     ],
 )
-def test_a_slow_link_is_one_that_carries_far_less_than_the_others(
-    rates: list[float | None], slow: list[int]
-) -> None:
+def test_a_slow_link_is_one_that_carries_far_less_than_the_others(rates, slow):
     found = compare([Health(f"r{at}:1", bytes_per_s=rate) for at, rate in enumerate(rates)])
     assert [at for at, one in enumerate(found) if one.problem] == slow
     assert all(one.problem.kind is Kind.SLOW for one in found if one.problem)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces")
-def test_a_link_at_a_tenth_of_the_others_is_named(namespaces: None) -> None:
+def test_a_link_at_a_tenth_of_the_others_is_named(namespaces):
     from lab import Lab  # noqa: PLC0415 (needs nothing where it is skipped)
 
     with Lab(hosts=4, mbit=200) as lab:

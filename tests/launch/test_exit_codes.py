@@ -1,22 +1,16 @@
 """The exit codes of both commands, as docs/deployment.md has them."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.commands import REDUCER, run_command, serving
 from tests.launch.conftest import bare_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 WORKER = (sys.executable, "-c", "from worker_client.cli import main; main()")
 # One of whose threads has ended by itself.
@@ -58,19 +52,19 @@ DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
     ],
     ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else str(value),
 )
-def test_a_command_that_ends_by_itself(command: Sequence[str], code: int) -> None:
+def test_a_command_that_ends_by_itself(command, code):
     done = run_command(*command, env=bare_environment(), timeout=60)
     assert done.returncode == code, done.stderr
     assert (code == 2) <= ("Traceback" not in done.stderr)
 
 
-def test_a_program_that_was_launched_has_its_own() -> None:
+def test_a_program_that_was_launched_has_its_own():
     command = (*WORKER, "launch", "--", "/bin/sh", "-c", "exit 7")
     assert run_command(*command, env=bare_environment(**RANK), timeout=60).returncode == 7
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_reducer_that_is_told_to_stop(number: signal.Signals) -> None:
+def test_a_reducer_that_is_told_to_stop(number):
     with serving() as (process, *_):
         process.send_signal(number)
         assert process.wait(30) == 0
@@ -79,7 +73,7 @@ def test_a_reducer_that_is_told_to_stop(number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)]
 )
-def test_top_is_ended(number: signal.Signals, code: int) -> None:
+def test_top_is_ended(number, code):
     command = [*REDUCER, "top", NOBODY, "--interval", "0.2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
@@ -91,7 +85,7 @@ def test_top_is_ended(number: signal.Signals, code: int) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
 )
-def test_the_doctor_is_ended(number: signal.Signals, code: int) -> None:
+def test_the_doctor_is_ended(number, code):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # which the doctor waits for
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         environment = bare_environment(REDUCTION_SERVERS=address)
@@ -102,7 +96,7 @@ def test_the_doctor_is_ended(number: signal.Signals, code: int) -> None:
                 assert process.wait(30) == code
 
 
-def test_the_page_names_every_code() -> None:
+def test_the_page_names_every_code():
     section = DEPLOYMENT.read_text().split("\n## Exit codes\n")[1].split("\n## ")[0]
     codes = re.findall(r"^\| ([^|]+) \|", section, flags=re.M)
     assert codes == ["code", "0", "1", "2", "130, 143", "any"]

@@ -1,7 +1,5 @@
 """SLURM's lists: against `scontrol`, where it is, and what is no list."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.errors import ConfigError
@@ -28,11 +26,11 @@ TOO_LONG = ["n[0-99999999]", "a[0-999]b[0-999]", ",".join(["n[0-40000]"] * 2)]
 
 
 @pytest.mark.parametrize("text", LISTS)
-def test_hosts(text: str) -> None:
+def test_hosts(text):
     assert hosts("X", text) == LISTS[text]
 
 
-def test_scontrol_agrees(slurm: dict[str, str]) -> None:
+def test_scontrol_agrees(slurm):
     for text, expected in LISTS.items():
         command = ("scontrol", "show", "hostnames", text)
         said = run_command(*command, env=bare_environment(**slurm))
@@ -40,12 +38,12 @@ def test_scontrol_agrees(slurm: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", [*NO_LISTS, *TOO_LONG])
-def test_what_is_no_list_is_refused(text: str) -> None:
+def test_what_is_no_list_is_refused(text):
     with pytest.raises(ConfigError, match=r"^X: .* \(got "):
         hosts("X", text)
 
 
-def test_tasks() -> None:
+def test_tasks():
     assert tasks("X", "2(x3),1") == [2, 2, 2, 1]
     assert tasks("X", "4") == [4]
     for wrong in ("", "2(3)", "a", "2,", "1(x99999999)"):

@@ -1,7 +1,5 @@
 """One training script, unchanged, under real launchers: the same bits from each of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -10,7 +8,6 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,9 +15,6 @@ from tests.commands import REDUCER, run_command
 from tests.launch.conftest import ROOT, bare_environment
 from tests.launch.environments import VERTEX_CLUSTER, spec
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -36,12 +30,10 @@ SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) r
 LIMIT_S = 500
 
 # What every launcher must lead to, by the number of ranks: the first test that trains says.
-FINGERPRINTS: dict[int, set[str]] = {}
+FINGERPRINTS = {}
 
 
-def train(
-    commands: Sequence[Sequence[str]], environment: dict[str, str], ranks: int = RANKS
-) -> None:
+def train(commands, environment, ranks=RANKS):
     """Run commands side by side, and check that their ranks trained to the same weights."""
     with ExitStack() as stack:
         processes = []
@@ -67,20 +59,20 @@ def train(
 
 
 @pytest.fixture
-def settings(pool: list[str]) -> dict[str, str]:
+def settings(pool):
     """What a user sets."""
     return bare_environment(REDUCTION_SERVERS=",".join(pool))
 
 
 @pytest.mark.timeout(600)
-def test_mpirun(settings: dict[str, str]) -> None:
+def test_mpirun(settings):
     if not shutil.which("mpirun"):
         pytest.skip("needs `mpirun`: make test-tools")
     train([[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], settings)
 
 
 @pytest.mark.timeout(600)
-def test_azure_ml_calls_mpirun(settings: dict[str, str]) -> None:
+def test_azure_ml_calls_mpirun(settings):
     if not shutil.which("mpirun"):
         pytest.skip("needs `mpirun`: make test-tools")
     batch = {
@@ -92,14 +84,14 @@ def test_azure_ml_calls_mpirun(settings: dict[str, str]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_srun(settings: dict[str, str], slurm: dict[str, str]) -> None:
+def test_srun(settings, slurm):
     # Two nodes: the ranks meet at the first host of 127.0.0.[1-2].
     command = ["srun", "-n", str(RANKS), "-N", "2", *LAUNCH, "--", SCRIPT]
     train([command], {**settings, **slurm})
 
 
 @pytest.mark.timeout(600)
-def test_the_batch_script_for_nodes_of_one_kind(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_the_batch_script_for_nodes_of_one_kind(tmp_path, slurm):
     if not shutil.which("sbatch"):
         pytest.skip("needs `sbatch`: make test-tools")
     section = (ROOT / "docs" / "deployment.md").read_text().partition("\n## SLURM\n")[2]
@@ -125,7 +117,7 @@ def test_the_batch_script_for_nodes_of_one_kind(tmp_path: Path, slurm: dict[str,
 
 
 @pytest.mark.timeout(600)
-def test_torchrun_on_two_nodes(settings: dict[str, str]) -> None:
+def test_torchrun_on_two_nodes(settings):
     where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     shape = ["--nnodes", "2", "--nproc-per-node", "1"]
     commands = [[*TORCHRUN, *shape, *where, "--node-rank", str(node), SCRIPT] for node in range(2)]
@@ -142,7 +134,7 @@ MPI_RANK = {
 }
 
 
-def launched(tmp_path: Path, script: str, *options: str, **variables: str) -> subprocess.Popen[str]:
+def launched(tmp_path, script, *options, **variables):
     """Start `launch` with a script of these lines."""
     path = tmp_path / "script.py"
     path.write_text(script)
@@ -155,7 +147,7 @@ def launched(tmp_path: Path, script: str, *options: str, **variables: str) -> su
     )
 
 
-def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path: Path) -> None:
+def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path):
     script = (
         "import os, sys\n"
         "names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'NODE_RANK',"
@@ -173,7 +165,7 @@ def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path: Path)
     assert "Open MPI has started this process as rank 1 of 2" in complained
 
 
-def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
+def test_a_signal_ends_all_ranks(tmp_path):
     script = (
         "import os, time\n"
         "os.write(1, f'{os.getpid()}\\n'.encode())\n"  # at once: two ranks share the pipe
@@ -194,7 +186,7 @@ def test_a_signal_ends_all_ranks(tmp_path: Path) -> None:
             os.kill(rank, 0)
 
 
-def test_a_dry_run_says_what_would_be_run_and_why(tmp_path: Path) -> None:
+def test_a_dry_run_says_what_would_be_run_and_why(tmp_path):
     with launched(tmp_path, "raise SystemExit(9)", "--dry-run", **MPI_RANK) as process:
         said, complained = process.communicate(timeout=60)
     assert (process.returncode, complained) == (0, "")
@@ -205,7 +197,7 @@ def test_a_dry_run_says_what_would_be_run_and_why(tmp_path: Path) -> None:
     assert re.search(r"^sets +WORLD_SIZE=2$", said, flags=re.M)
 
 
-def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
+def test_a_mistake_is_one_sentence(tmp_path):
     with launched(tmp_path, "", RANK="first", WORLD_SIZE="2") as process:
         said, complained = process.communicate(timeout=60)
     assert (process.returncode, said) == (2, "")
@@ -219,9 +211,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         ({"REDUCTION_WINDOW_BYTES": "12q"}, "REDUCTION_WINDOW_BYTES: write bytes"),
     ],
 )
-def test_a_setting_that_every_rank_would_refuse_is_refused_first(
-    tmp_path: Path, variables: dict[str, str], said: str
-) -> None:
+def test_a_setting_that_every_rank_would_refuse_is_refused_first(tmp_path, variables, said):
     with launched(tmp_path, "", "--dry-run", **MPI_RANK, **variables) as process:
         _, complained = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -238,8 +228,8 @@ def test_a_setting_that_every_rank_would_refuse_is_refused_first(
 @pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry-run"])
 @pytest.mark.parametrize("variables", [{}, MPI_RANK], ids=["node", "rank"])
 def test_what_is_not_there_is_missed_before_anything_starts(
-    program: str, said: str, options: tuple[str, ...], variables: dict[str, str], tmp_path: Path
-) -> None:
+    program, said, options, variables, tmp_path
+):
     command = (*LAUNCH, *options, "--nproc-per-node", "1", "--", program)
     done = run_command(*command, env=bare_environment(**variables), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -247,7 +237,7 @@ def test_what_is_not_there_is_missed_before_anything_starts(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_reducer_needs_no_script(tmp_path: Path) -> None:
+def test_a_reducer_needs_no_script(tmp_path):
     with launched(
         tmp_path,
         "",

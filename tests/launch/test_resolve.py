@@ -1,7 +1,5 @@
 """Who goes before whom, where several say who a process is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -33,9 +31,7 @@ from worker_client.launch import Launcher, decide, resolve
         ([ENV, vertex(2, 0)], Launcher.VERTEX, [Launcher.ENV]),
     ],
 )
-def test_who_goes_before(
-    environments: list[dict[str, str]], expected: Launcher, also: list[Launcher]
-) -> None:
+def test_who_goes_before(environments, expected, also):
     merged = {name: value for one in environments for name, value in one.items()}
     found = resolve(merged)
     assert found.launcher is expected
@@ -44,7 +40,7 @@ def test_who_goes_before(
     ]
 
 
-def test_one_process_on_each_node_is_its_rank() -> None:
+def test_one_process_on_each_node_is_its_rank():
     assert resolve(vertex(1, 1)).identity == (2, 3)
     assert resolve(TORCHRUN).identity == (5, 8)
     assert resolve({}).identity == (None, None)
@@ -52,7 +48,7 @@ def test_one_process_on_each_node_is_its_rank() -> None:
 
 
 ALONE = {"PATH": "/bin", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
-NOT_ALONE: list[tuple[dict[str, str], str]] = [
+NOT_ALONE = [
     ({"RANK": "0"}, "RANK='0' without WORLD_SIZE"),
     ({"WORLD_SIZE": "4"}, "WORLD_SIZE='4' without RANK"),
     (
@@ -84,9 +80,7 @@ NOT_ALONE: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("environment", "said"), NOT_ALONE, ids=[said for _, said in NOT_ALONE])
-def test_what_was_started_with_others_is_not_taken_for_a_job_of_one(
-    environment: dict[str, str], said: str
-) -> None:
+def test_what_was_started_with_others_is_not_taken_for_a_job_of_one(environment, said):
     found = resolve({**ALONE, **environment})
     with pytest.raises(ConfigError) as error:
         found.check_alone()
@@ -110,7 +104,7 @@ def test_what_was_started_with_others_is_not_taken_for_a_job_of_one(
         {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"},
     ],
 )
-def test_a_process_that_is_alone_is_a_job_of_one(environment: dict[str, str]) -> None:
+def test_a_process_that_is_alone_is_a_job_of_one(environment):
     resolve({**ALONE, **environment}).check_alone()
 
 
@@ -122,9 +116,7 @@ def test_a_process_that_is_alone_is_a_job_of_one(environment: dict[str, str]) ->
         (vertex(0, 0), {"RANK": "0", "WORLD_SIZE": "1"}),
     ],
 )
-def test_a_rank_that_contradicts_the_cluster_is_refused(
-    place: dict[str, str], told: dict[str, str]
-) -> None:
+def test_a_rank_that_contradicts_the_cluster_is_refused(place, told):
     with pytest.raises(ConfigError) as error:
         resolve({**place, **told})
     assert "RANK={RANK} and WORLD_SIZE={WORLD_SIZE} contradict CLUSTER_SPEC".format(**told) in str(

@@ -1,14 +1,11 @@
 """Roles and places that CLUSTER_SPEC and TF_CONFIG tell: Vertex AI, AI Platform, TensorFlow."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
 from reducer.errors import ConfigError
-from tests.launch.conclusions import Case, Mistake, concludes, refuses
+from tests.launch.conclusions import concludes, refuses
 from tests.launch.environments import (
     AI_PLATFORM_CLUSTER,
     AZURE_CLUSTER,
@@ -24,14 +21,14 @@ POOL = ("cmle-training-workerpool2-ab-0:5555", "cmle-training-workerpool2-ab-1:5
 WORKER = spec(TUNING_CLUSTER, "worker", 0)
 
 
-def cut(text: str, old: str, new: str) -> str:
+def cut(text, old, new):
     """Return JSON with a mistake in it."""
     assert old in text
     return text.replace(old, new)
 
 
 # What all replicas of a job conclude, but for those whose case says something else.
-OF_VERTEX: dict[str, Any] = {
+OF_VERTEX = {
     "launcher": Launcher.VERTEX,
     "nodes": 3,
     "master_addr": PRIMARY,
@@ -39,14 +36,14 @@ OF_VERTEX: dict[str, Any] = {
     "reducers": POOL,
     "job": PRIMARY,
 }
-OF_TF_CONFIG: dict[str, Any] = {
+OF_TF_CONFIG = {
     "launcher": Launcher.TF_CONFIG,
     "nodes": 3,
     "master_addr": "training-workerpool0-ab-0",
     "master_port": 2222,
     "reducers": ("training-workerpool2-ab-0:5555",),
 }
-CASES: dict[str, Case] = {
+CASES = {
     "Vertex AI, the primary": (vertex(0, 0), {**OF_VERTEX, "node_rank": 0}),
     "Vertex AI, the second worker of a trial": (
         vertex(1, 1, trial="3"),
@@ -150,7 +147,7 @@ CASES: dict[str, Case] = {
         {"launcher": Launcher.TF_CONFIG, "node_rank": 0, "nodes": 1},
     ),
 }
-WRONG: dict[str, Mistake] = {
+WRONG = {
     "no JSON": ({"TF_CONFIG": "{'cluster': {}}"}, "^TF_CONFIG: .* at character 1 .*cluster"),
     "JSON that ends": ({"CLUSTER_SPEC": '{"cluster": {'}, "^CLUSTER_SPEC: this is not JSON"),
     "a list": ({"TF_CONFIG": "[1]"}, r"^TF_CONFIG: write a JSON object \(got \[1\]\)"),
@@ -227,16 +224,16 @@ WRONG: dict[str, Mistake] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_it_is(case: str) -> None:
+def test_who_it_is(case):
     concludes(*CASES[case])
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_malformed_or_contradicts_itself_is_quoted(case: str) -> None:
+def test_what_is_malformed_or_contradicts_itself_is_quoted(case):
     refuses(*WRONG[case])
 
 
-def test_long_values_are_cut_in_messages() -> None:
+def test_long_values_are_cut_in_messages():
     with pytest.raises(ConfigError) as caught:
         resolve({"TF_CONFIG": json.dumps({"cluster": "x" * 5000})})
     assert len(str(caught.value)) < 200

@@ -1,16 +1,12 @@
 """SLURM's tasks, and the nodes of Kubeflow and JobSet."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
-from tests.launch.conclusions import Case, Mistake, concludes, refuses
+from tests.launch.conclusions import concludes, refuses
 from tests.launch.environments import KUBEFLOW, SLURM
 from worker_client.launch import Launcher
 
-OF_SLURM: dict[str, Any] = {
+OF_SLURM = {
     "launcher": Launcher.SLURM,
     "rank": 4,
     "world_size": 5,
@@ -24,7 +20,7 @@ OF_SLURM: dict[str, Any] = {
     "generation": 1,
     "restarts": 1,
 }
-CASES: dict[str, Case] = {
+CASES = {
     "SLURM": (SLURM, OF_SLURM),
     "SLURM, one of several clusters": (
         {**SLURM, "SLURM_CLUSTER_NAME": "east"},
@@ -69,7 +65,7 @@ CASES: dict[str, Case] = {
         },
     ),
 }
-WRONG: dict[str, Mistake] = {
+WRONG = {
     "nodes": ({**KUBEFLOW, "PET_NNODES": "two"}, r"^PET_NNODES: .*got 'two'"),
     "a node that is none": (
         {**KUBEFLOW, "PET_NODE_RANK": "4"},
@@ -96,10 +92,10 @@ WRONG: dict[str, Mistake] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_it_is(case: str) -> None:
+def test_who_it_is(case):
     concludes(*CASES[case])
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_malformed_or_contradicts_itself_is_quoted(case: str) -> None:
+def test_what_is_malformed_or_contradicts_itself_is_quoted(case):
     refuses(*WRONG[case])

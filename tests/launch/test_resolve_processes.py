@@ -1,16 +1,12 @@
 """Launchers that start every rank: torchrun, env://, MPI, Azure ML."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
-from tests.launch.conclusions import Case, Mistake, concludes, refuses
+from tests.launch.conclusions import concludes, refuses
 from tests.launch.environments import AZURE_MPI, ENV, MPICH, OPEN_MPI, TORCHRUN, vertex
 from worker_client.launch import Launcher
 
-OF_TORCHRUN: dict[str, Any] = {
+OF_TORCHRUN = {
     "launcher": Launcher.TORCHRUN,
     "rank": 5,
     "world_size": 8,
@@ -23,14 +19,14 @@ OF_TORCHRUN: dict[str, Any] = {
     "generation": 2,
     "restarts": 2,
 }
-OF_ENV: dict[str, Any] = {
+OF_ENV = {
     "launcher": Launcher.ENV,
     "rank": 1,
     "world_size": 2,
     "master_addr": "node0",
     "master_port": 6105,
 }
-OF_MPI: dict[str, Any] = {
+OF_MPI = {
     "launcher": Launcher.OPEN_MPI,
     "rank": 5,
     "world_size": 8,
@@ -39,7 +35,7 @@ OF_MPI: dict[str, Any] = {
     "master_port": 27966,
     "job": "mpi-583925761",
 }
-CASES: dict[str, Case] = {
+CASES = {
     "nothing": ({}, {}),
     "torchrun": (TORCHRUN, OF_TORCHRUN),
     "torchrun, and settings of our own": (
@@ -136,7 +132,7 @@ CASES: dict[str, Case] = {
         },
     ),
 }
-WRONG: dict[str, Mistake] = {
+WRONG = {
     "a word": ({"RANK": "first"}, r"^RANK: write an integer \(got 'first'\)"),
     "a fraction": ({**ENV, "WORLD_SIZE": "2.0"}, r"^WORLD_SIZE: .*got '2\.0'"),
     "below zero": ({**ENV, "RANK": "-1"}, r"^RANK: write an integer from 0 to .*got '-1'"),
@@ -163,10 +159,10 @@ WRONG: dict[str, Mistake] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_who_it_is(case: str) -> None:
+def test_who_it_is(case):
     concludes(*CASES[case])
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_malformed_or_contradicts_itself_is_quoted(case: str) -> None:
+def test_what_is_malformed_or_contradicts_itself_is_quoted(case):
     refuses(*WRONG[case])

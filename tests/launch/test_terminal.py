@@ -1,7 +1,5 @@
 """What both commands print at a terminal of 80 columns, and what the doctor prints elsewhere."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import termios
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,10 +21,6 @@ from tests.commands import run_command
 from tests.conftest import joined, reducer_here
 from tests.launch.conftest import ROOT, bare_environment
 from tests.waits import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 COLUMNS = 80
 # All commands in one interpreter, as most of their time goes into starting.
@@ -46,7 +39,7 @@ ILL = "no-such-host.invalid:5555,127.0.0.1:1"
 JOB = "a-job-with-a-name-that-is-longer-than-most-of-them-are"
 
 
-def at_terminal(*lines: str, **settings: str) -> str:
+def at_terminal(*lines, **settings):
     """Run commands at a terminal of 80 columns, and return what they print, escapes and all."""
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS, 0, 0))
@@ -72,14 +65,14 @@ def at_terminal(*lines: str, **settings: str) -> str:
     return said.decode()
 
 
-def plain(said: str) -> str:
+def plain(said):
     """Return what is left of output without what it tells the terminal."""
     said = re.sub(r"\x1b\[[0-9]*[ABFGHJ]", "\n", said)  # a picture that is drawn over the last one
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).replace("\r", "")
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_settings: None) -> Iterator[str]:
+def job(tmp_path, monkeypatch, no_settings):
     """A job that has left a timeline and dumps, with a call that ranks made differently."""
     monkeypatch.setenv("REDUCTION_TIMELINE", str(tmp_path))
     monkeypatch.setenv("REDUCTION_DUMP", str(tmp_path / "dumps"))
@@ -100,7 +93,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_settings: None) -> I
         yield port.address
 
 
-def test_all_lines_fit(job: str, tmp_path: Path) -> None:
+def test_all_lines_fit(job, tmp_path):
     said = at_terminal(
         f"reducer status {job},127.0.0.1:1",
         f"reducer top {job} --count 2 --interval 0.2",
@@ -131,7 +124,7 @@ def test_all_lines_fit(job: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["pipe", "no colour"])
-def test_the_doctor_says_the_same_words_in_colours_and_without(where: str) -> None:
+def test_the_doctor_says_the_same_words_in_colours_and_without(where):
     shown = at_terminal("worker-client doctor", REDUCTION_SERVERS=ILL)
     assert "\x1b[1;31mname does not resolve:" in shown
     assert "│" in shown
@@ -148,7 +141,7 @@ def test_the_doctor_says_the_same_words_in_colours_and_without(where: str) -> No
 
 
 @pytest.mark.parametrize("width", [200, 80, 40, 30])
-def test_a_table_that_does_not_fit_is_shown_in_parts(width: int) -> None:
+def test_a_table_that_does_not_fit_is_shown_in_parts(width):
     names = ["where it is", "kept", "sent by all ranks", "n", "many more words than digits"]
     rows = [["host-1:5555", "1.5 GB", "12,345", str(n), "0.5%"] for n in range(3)]
     table = FittedTable("Title", names, rows, texts=1, caption="caption")
@@ -166,7 +159,7 @@ def test_a_table_that_does_not_fit_is_shown_in_parts(width: int) -> None:
     assert (said.count("Title"), said.count("caption")) == (1, 1)
 
 
-def test_sentences_are_wrapped_at_words() -> None:
+def test_sentences_are_wrapped_at_words():
     assert wrapped("name  a few words and a-word-that-stays-whole", 6, 20).split("\n") == [
         "name  a few words",
         "      and",

@@ -1,12 +1,9 @@
 """A whole job of Vertex AI: one command in every replica, told apart by CLUSTER_SPEC alone."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,8 +13,6 @@ from tests.launch.environments import spec
 
 pytest.importorskip("torch", reason="needs torch")
 
-if TYPE_CHECKING:
-    from lab import Host
 
 SHAPE = (1, 2, 2, 1)  # replicas of each pool
 # The user's own: trains, or evaluates where it is told no rank.
@@ -32,9 +27,7 @@ SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) r
 
 
 @pytest.mark.timeout(600)
-def test_the_same_command_does_the_right_thing_in_every_pool(
-    namespaces: None, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_the_same_command_does_the_right_thing_in_every_pool(namespaces, tmp_path_factory):
     script = tmp_path_factory.mktemp("vertex") / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-c", "from worker_client.cli import main; main()", "launch"]
@@ -47,8 +40,8 @@ def test_the_same_command_does_the_right_thing_in_every_pool(
             for at, pool in enumerate(pools)
         }
 
-        def start(pool: int, index: int) -> subprocess.Popen[str]:
-            host: Host = pools[pool][index]
+        def start(pool, index):
+            host = pools[pool][index]
             environment = bare_environment(
                 CLUSTER_SPEC=spec(cluster, f"workerpool{pool}", index, trial="1"),
                 # What the user's container has beside: nobody else is in the job's network.

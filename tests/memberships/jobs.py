@@ -6,8 +6,6 @@ never, if it hears of a lost rank before. Then all that is in progress at that r
 does what it asks for later.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random
@@ -15,19 +13,12 @@ import threading
 import time
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reducer.errors import LocalProtocolError, RankLostError
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.communicators.communicator import Communicator, Counters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.protocol.operation import Operation
-    from worker_client.protocol.spec import JobSpec
 
 DTYPES = {DType.INT64: np.int64, DType.UINT8: np.uint8}
 FOLDS = {ReduceOp.SUM: np.add, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum}
@@ -37,18 +28,18 @@ DELAY_S = 0.004
 class World:
     """Makes everything happen later, in an order that the seed has a part in, on one thread."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.random = random.Random(seed)
         self.lock = threading.RLock()
-        self.jobs: dict[str, Job] = defaultdict(Job)
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self.jobs = defaultdict(Job)
+        self._due = []
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def later(self, action: Callable[[], None]) -> None:
+    def later(self, action):
         """Have something happen within `DELAY_S`, mostly at once."""
         with self._changed:
             delay = DELAY_S * self.random.random() ** 3
@@ -56,13 +47,13 @@ class World:
             heapq.heappush(self._due, (due, next(self._numbers), action))
             self._changed.notify()
 
-    def stop(self) -> None:
+    def stop(self):
         """Let nothing happen any more."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
 
-    def kill(self, process: int) -> None:
+    def kill(self, process):
         """Let a process be gone, now: nothing of what it does has an effect any more."""
         with self.lock:
             for job in list(self.jobs.values()):
@@ -70,7 +61,7 @@ class World:
                     if member.process == process:
                         member.gone()
 
-    def _run(self) -> None:
+    def _run(self):
         while True:
             with self._changed:
                 while not self._stopped and (not self._due or self._due[0][0] > time.monotonic()):
@@ -85,14 +76,14 @@ class World:
 class Job:
     """What its reducers know."""
 
-    def __init__(self) -> None:
-        self.members: dict[int, Member] = {}
-        self.lost: set[int] = set()
-        self.asked: dict[int, dict[int, Operation]] = defaultdict(dict)  # by number and rank
-        self.given: dict[int, dict[int, bytes]] = defaultdict(dict)  # what they held then
-        self.ended: dict[int, set[int]] = defaultdict(set)  # by rank, numbers
+    def __init__(self):
+        self.members = {}
+        self.lost = set()
+        self.asked = defaultdict(dict)  # by number and rank
+        self.given = defaultdict(dict)  # what they held then
+        self.ended = defaultdict(set)  # by rank, numbers
 
-    def watermark(self, rank: int) -> int:
+    def watermark(self, rank):
         """Return the number of the first all-reduce that a rank has not finished."""
         return next(number for number in itertools.count() if number not in self.ended[rank])
 
@@ -107,18 +98,18 @@ class Member(Communicator):
         left: called once, after it has stopped.
     """
 
-    def __init__(self, world: World, process: int, spec: JobSpec, left: Callable[[], None]) -> None:
+    def __init__(self, world, process, spec, left):
         self.process = process
         self._world, self._spec, self._left = world, spec, left
         self._job = world.jobs[spec.job]
-        self._open: dict[int, Operation] = {}
+        self._open = {}
         self._number = 0
-        self._final: RankLostError | None = None
+        self._final = None
         self._stopped = self._dead = False
-        self.session: Any = SimpleNamespace(
+        self.session = SimpleNamespace(
             links=(), lost_ranks=set(), handed_over=False, flight=self, calls=self
         )
-        self.driver: Any = self
+        self.driver = self
         with world.lock:
             self._job.members[spec.rank] = self
             for rank in self._job.lost:
@@ -127,45 +118,45 @@ class Member(Communicator):
     # -- what an elastic communicator asks a flat one --------------------------------------------
 
     @property
-    def flat(self) -> Any:
+    def flat(self):
         return self
 
     @property
-    def spec(self) -> JobSpec:
+    def spec(self):
         return self._spec
 
     @property
-    def counters(self) -> Counters:
+    def counters(self):
         return Counters()
 
     @property
-    def closing(self) -> bool:
+    def closing(self):
         return self._stopped
 
     @property
-    def busy(self) -> bool:
+    def busy(self):
         return bool(self._open)
 
     @property
-    def in_callback(self) -> bool:
+    def in_callback(self):
         return False
 
     @property
-    def final(self) -> RankLostError | None:
+    def final(self):
         return self._final
 
     @property
-    def reached(self) -> int:
+    def reached(self):
         """Number of the first all-reduce that some rank has not finished, as far as it said so."""
         with self._world.lock:
             return min(self._job.watermark(rank) for rank in range(self._spec.world_size))
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s):
         del timeout_s  # reducers answer at once
         if self._stopped:
             raise LocalProtocolError("this client was shut down")
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation):
         with self._world.lock:
             if self._stopped:
                 raise LocalProtocolError("this client was shut down")
@@ -177,10 +168,10 @@ class Member(Communicator):
             elif not self._dead:
                 self._contribute(number, operation)
 
-    def wait(self, done: Callable[[], bool], until: float) -> None:
+    def wait(self, done, until):
         del done, until
 
-    def stop(self) -> None:
+    def stop(self):
         with self._world.lock:
             first, self._stopped = not self._stopped, True
             if not first:
@@ -191,7 +182,7 @@ class Member(Communicator):
             self.end(number, LocalProtocolError("this client was shut down"))
         self._left()
 
-    def fail(self, error: RankLostError) -> None:
+    def fail(self, error):
         """What `Driver.fail` does: the others of the job hear it, too."""
         with self._world.lock:
             members = list(self._job.members.values()) if not self._dead else [self]
@@ -200,7 +191,7 @@ class Member(Communicator):
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def _contribute(self, number: int, operation: Operation) -> None:
+    def _contribute(self, number, operation):
         asked, given = self._job.asked[number], self._job.given[number]
         asked[self._spec.rank], given[self._spec.rank] = operation, bytes(operation.view)
         size = self._spec.world_size
@@ -218,7 +209,7 @@ class Member(Communicator):
             assert rank in asked
             self._world.later(lambda member=member: member.receive(number, result.tobytes()))
 
-    def receive(self, number: int, result: bytes) -> None:
+    def receive(self, number, result):
         with self._world.lock:
             if self._dead or self._final is not None or number not in self._open:
                 return
@@ -226,7 +217,7 @@ class Member(Communicator):
             self._job.ended[self._spec.rank].add(number)
         self.end(number, None)
 
-    def gone(self) -> None:
+    def gone(self):
         """Be lost to the others, who hear of it one after another."""
         if self._dead:
             return
@@ -235,12 +226,12 @@ class Member(Communicator):
         for member in self._job.members.values():
             self._world.later(lambda member=member: member.hear(self._spec.rank))
 
-    def hear(self, rank: int) -> None:
+    def hear(self, rank):
         if rank != self._spec.rank:
             self.session.lost_ranks.add(rank)
             self.give_up(RankLostError(f"rank {rank} died", rank=rank))
 
-    def give_up(self, error: RankLostError) -> None:
+    def give_up(self, error):
         with self._world.lock:
             if self._dead or self._final is not None:
                 return
@@ -249,7 +240,7 @@ class Member(Communicator):
         for number in numbers:
             self.end(number, error)
 
-    def end(self, number: int, error: Exception | None) -> None:
+    def end(self, number, error):
         with self._world.lock:
             operation = self._open.pop(number, None)
         if operation is not None:

@@ -1,10 +1,9 @@
 """Rules of going on without ranks, and with others, each broken on purpose: a seed shows it."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,37 +11,32 @@ from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.reconcile import Reconciliation
 from worker_client.communicators.replay_log import Entry, ReplayLog
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.protocol.operation import Operation
-
 prune, begin, reconcile = ReplayLog.prune, Entry.begin, ElasticCommunicator._reconcile
 
 
-def _forget_at_once(self: ReplayLog, reached: float) -> None:
+def _forget_at_once(self, reached):
     """Keep no call that has ended here, though another rank may lack its result."""
     del reached
     prune(self, math.inf)
 
 
-def _supply_nothing(*_: object) -> None:
+def _supply_nothing(*_):
     """Let calls be made again whose result a rank has."""
 
 
-def _begin_from_the_buffer(self: Entry, ended: Any) -> Operation:
+def _begin_from_the_buffer(self, ended):
     """Make a call again with what is in the buffer, where a part of a result may be."""
     self.contribution = bytes(self.operation.view)
     return begin(self, ended)
 
 
-def _join_at_zero(self: ReplayLog, number: int) -> None:
+def _join_at_zero(self, number):
     """Let a rank that joins count its calls from 0."""
     del number
     self._joins = False
 
 
-def _meet_with_newcomers_at_once(self: ElasticCommunicator) -> bool:
+def _meet_with_newcomers_at_once(self):
     """Do not meet with those first who let ranks in, and may lack the result that says so."""
     origins, self._origins = self._origins, self._origins[-1:]
     try:
@@ -71,7 +65,7 @@ MUTATIONS = {
 
 
 @contextmanager
-def broken(name: str) -> Iterator[None]:
+def broken(name):
     """Break a rule for as long as this lasts."""
     mutation = MUTATIONS[name]
     with pytest.MonkeyPatch.context() as patch:

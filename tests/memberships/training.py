@@ -1,12 +1,9 @@
 """Ranks that all-reduce in memory while others are killed and join, and what they have got."""
 
-from __future__ import annotations
-
 import threading
 import time
 from array import array
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,11 +14,6 @@ from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.membership import Membership
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.communicators.communicator import Communicator
 
 STEPS = 40
 IN_FLIGHT = 3  # all-reduces of one step
@@ -41,21 +33,21 @@ class Training:
         errors: of ranks that were not killed.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.world = World(seed)
-        self.results: dict[tuple[int, int], dict[int, tuple[int, int]]] = defaultdict(dict)
-        self.errors: list[str] = []
+        self.results = defaultdict(dict)
+        self.errors = []
         chance = self.world.random
         self._size = chance.randint(3, 5)
         self._joins = sorted(chance.sample(range(0, STEPS, ADMIT_EVERY), chance.randint(0, 3)))
         # A majority of the first ranks stays. Some are killed while others join.
         moments = [*self._joins, chance.randrange(STEPS)]
         self._kills = [chance.choice(moments) for _ in range((self._size - 1) // 2)]
-        self._ranks: list[Rank] = []
+        self._ranks = []
         self._wanted = 0
         self._lock = threading.RLock()
 
-    def run(self, most_s: float = MOST_S) -> None:
+    def run(self, most_s=MOST_S):
         """Run it until all ranks that were not killed have made all steps.
 
         Args:
@@ -77,17 +69,17 @@ class Training:
                 one.kill()
             self.world.stop()
 
-    def _await_ends(self, until: float) -> None:
+    def _await_ends(self, until):
         # A rank that nobody has let in, because others were lost, would wait for another chance.
         while alive := [one.number for one in list(self._ranks) if one.is_alive() and one.is_in]:
             assert time.monotonic() < until, f"ranks {alive} are not done: {self.where()}"
             time.sleep(0.002)
 
-    def where(self) -> str:
+    def where(self):
         """Say how far each rank is."""
         return ", ".join(f"{rank.number}: {rank.where}" for rank in self._ranks)
 
-    def begins(self, step: int) -> None:
+    def begins(self, step):
         """Kill whom the seed wants killed when a rank is in this step, and want who is to join."""
         with self._lock:
             chance = self.world.random
@@ -100,7 +92,7 @@ class Training:
                 self._joins.pop(0)
                 self._wanted += 1
 
-    def lets_in(self, rank: Rank) -> int:
+    def lets_in(self, rank):
         """Return how many ranks are ready to join, if it is this rank that lets them in."""
         elastic = rank.elastic
         if not self._wanted or elastic.present[0] != rank.number:
@@ -114,7 +106,7 @@ class Training:
         newcomer.start()
         return 1
 
-    def _check(self) -> None:
+    def _check(self):
         assert self.errors == []
         survivors = {rank.number for rank in self._ranks if rank.is_in}
         assert survivors, "nobody is left"
@@ -133,7 +125,7 @@ class Training:
 class Rank(threading.Thread):
     """One rank's process."""
 
-    def __init__(self, training: Training, membership: Membership, *, joins: bool) -> None:
+    def __init__(self, training, membership, *, joins):
         super().__init__(daemon=True)
         self.number = membership.all.rank
         self.killed = False
@@ -142,19 +134,19 @@ class Rank(threading.Thread):
         self._training = training
         self._joins = joins
 
-        def enter(spec: JobSpec, left: Callable[[], None]) -> Communicator:
+        def enter(spec, left):
             return Member(training.world, id(self), spec, left)
 
         self.elastic = ElasticCommunicator(
             membership, enter, lambda: None, timeout_s=60.0, connect_timeout_s=10.0, joins=joins
         )
 
-    def kill(self) -> None:
+    def kill(self):
         self.killed, self.is_in = True, False
         self._training.world.kill(id(self))
         self.elastic._closing = True  # its threads look at this, and end
 
-    def run(self) -> None:
+    def run(self):
         try:
             self._train()
         except KilledError:
@@ -163,7 +155,7 @@ class Rank(threading.Thread):
             if not self.killed and self.is_in:
                 self._training.errors.append(f"rank {self.number}, {self.where}: {error!r}")
 
-    def _train(self) -> None:
+    def _train(self):
         elastic, step = self.elastic, 0
         if self._joins:
             self.where = "joining"
@@ -190,25 +182,23 @@ class Rank(threading.Thread):
         _, ended = self._all_reduce([1], ReduceOp.SUM)
         self._await(lambda: bool(ended))
 
-    def _admit(self) -> bool:
+    def _admit(self):
         """Let in who is ready; return whether somebody has joined, as all find alike."""
         joined = self.elastic.admit(self._training.lets_in(self), 60.0)
         if joined:
             self.elastic.admit(0, 60.0)  # what settling in does: all are there
         return joined
 
-    def _agree_on(self, step: int) -> int:
+    def _agree_on(self, step):
         data, ended = self._all_reduce([step], ReduceOp.MAX)
         self._await(lambda: bool(ended))
         assert ended == [None]
         return int(np.frombuffer(data, np.int64)[0])
 
-    def _submit(self, step: int, place: int) -> tuple[bytearray, list[Exception | None]]:
+    def _submit(self, step, place):
         return self._all_reduce([1 << self.number, value(self.number, step, place)], ReduceOp.SUM)
 
-    def _all_reduce(
-        self, values: list[int], op: ReduceOp
-    ) -> tuple[bytearray, list[Exception | None]]:
+    def _all_reduce(self, values, op):
         data, ended = bytearray(array("q", values)), []
         view = memoryview(data)
         operation = Operation(view, DType.INT64, op, None, 60.0, call=object(), ended=ended.append)
@@ -217,17 +207,17 @@ class Rank(threading.Thread):
         self.elastic.submit(operation)
         return data, ended
 
-    def _await(self, done: Callable[[], bool]) -> None:
+    def _await(self, done):
         while not done():
             if self.killed:
                 raise KilledError
             time.sleep(0.0005)
 
 
-def value(rank: int, step: int, place: int) -> int:
+def value(rank, step, place):
     """Return what a rank contributes to an all-reduce: another number for each."""
     return (rank + 1) * 1_000_003 + step * 101 + place
 
 
-def spec_of(rank: int, world_size: int) -> JobSpec:
+def spec_of(rank, world_size):
     return JobSpec("j", 0, rank, world_size, ("r:1",), 0, elastic=True, process=str(rank))

@@ -1,7 +1,5 @@
 """Run many seeds: ``python -m tests.quorum --seeds 10000``; with ``--mutations`` break rules."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os
@@ -13,7 +11,7 @@ from tests.quorum.mutations import MUTATIONS, first_caught, run
 from tests.quorum.world import World
 
 
-def main() -> int:
+def main():
     """Run what the command line asks for; 1 if a seed has failed, or a mutation has survived."""
     parser = argparse.ArgumentParser(prog="python -m tests.quorum", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
@@ -25,7 +23,7 @@ def main() -> int:
     return mutate(seeds) if arguments.mutations else run_all(seeds, arguments.processes)
 
 
-def mutate(seeds: range) -> int:
+def mutate(seeds):
     """Find the first seed that notices each mutation."""
     survived = 0
     for name in MUTATIONS:
@@ -35,17 +33,17 @@ def mutate(seeds: range) -> int:
     return bool(survived)
 
 
-def outcomes_of(seed: int) -> tuple[int, Counter[str], str]:
+def outcomes_of(seed):
     """Simulate one seed; return the outcome of each averaging, and every violation found."""
     world = World(seed)
     story = run(world)
     return seed, Counter({one.name: count for one, count in world.outcomes.items()}), story
 
 
-def run_all(seeds: range, processes: int) -> int:
+def run_all(seeds, processes):
     """Run seeds and print what they have shown."""
     begun = time.monotonic()
-    total: Counter[str] = Counter()
+    total = Counter()
     failed = 0
     with multiprocessing.Pool(processes) as pool:
         for seed, outcomes, story in pool.imap_unordered(outcomes_of, seeds, chunksize=8):

@@ -1,83 +1,77 @@
 """Rules of the decision, each broken on purpose: a seed shows it."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.quorum.world import World
 from worker_client.outer.quorum import (
     UNKNOWN,
-    Arrival,
-    Attempt,
     End,
     Outcome,
     Participant,
     Register,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
 look, waiting = Participant.look, Participant._waiting
 begin, in_attempt = Participant._begin, Participant._in_attempt
 arrive, without, decide = Register.arrive, Register.without, Register.decide
 
 
-def _at_once(self: Participant, register: Register) -> Any:
+def _at_once(self, register):
     """Take a result for the outer step before the register says so (4)."""
     if self._complete:
         return End(Outcome.AVERAGED)
     return in_attempt(self, register)
 
 
-def _same_number(self: Register, ranks: Collection[int], least: int) -> Register:
+def _same_number(self, ranks, least):
     """Let the remaining ranks go on with a void attempt (5)."""
     left = without(self, ranks, least)
     return replace(left, attempt=self.attempt) if left.members else left
 
 
-def _late_stays(self: Register, ranks: Collection[int], least: int) -> Register:
+def _late_stays(self, ranks, least):
     """Make another attempt with the same ranks (5)."""
     del ranks
     return without(self, (), least)
 
 
-def _uncounted(self: Register) -> Register:
+def _uncounted(self):
     """Do not say whose contribution an outer step has (4)."""
     return replace(decide(self), counted=self.counted)
 
 
-def _nobody_behind(self: Participant, register: Register) -> Attempt:
+def _nobody_behind(self, register):
     """Bring nobody up to date (3)."""
     return begin(self, register)._replace(source=None)
 
 
-def _any_source(self: Participant, register: Register) -> Attempt:
+def _any_source(self, register):
     """Take the lowest member's outer parameters, though it may be behind (3)."""
     found = begin(self, register)
     return found if found.source is None else found._replace(source=found.members[0])
 
 
-def _all_alike(self: Participant, register: Register) -> Attempt:
+def _all_alike(self, register):
     """Let all contributions count alike (3)."""
     return begin(self, register)._replace(weight=1.0)
 
 
-def _enough_are_enough(self: Register, least: int) -> bool:
+def _enough_are_enough(self, least):
     """Begin also when nobody has all outer steps (3)."""
     return len(self.arrived) >= least
 
 
-def _fewer_suffice(self: Register, least: int) -> bool:
+def _fewer_suffice(self, least):
     """Begin with one rank less than is needed (3)."""
     return len(self.arrived) >= max(1, least - 1) and bool(self.fresh)
 
 
-def _left_out_as_counted(self: Participant, register: Register, now: float) -> Any:
+def _left_out_as_counted(self, register, now):
     """Take every rank that made the latest attempt for one that was counted (5)."""
     found = look(self, register, now)
     if isinstance(found, End) and found.outcome is Outcome.LEFT_OUT and self._attempt:
@@ -85,7 +79,7 @@ def _left_out_as_counted(self: Participant, register: Register, now: float) -> A
     return found
 
 
-def _some_know(self: Participant, register: Register, now: float) -> Any:
+def _some_know(self, register, now):
     """Begin with loaded states before all ranks have said how many outer steps they have (3)."""
     if register.steps == UNKNOWN and self._rank in register.arrived:
         steps = max(one.steps for one in register.arrived.values())
@@ -93,20 +87,18 @@ def _some_know(self: Participant, register: Register, now: float) -> Any:
     return look(self, register, now)
 
 
-def _forever(self: Participant, register: Register, now: float) -> Any:
+def _forever(self, register, now):
     """Wait for all ranks, however long that takes (3)."""
     self._since = now
     return waiting(self, register, now)
 
 
-def _never_give_up(self: Participant, late: Collection[int]) -> None:
+def _never_give_up(self, late):
     """Do not say who was late: the attempt goes on (5)."""
     del self, late
 
 
-def _join_the_last(
-    self: Register, rank: int, arrival: Arrival, terms: tuple[float, ...], *, last: bool
-) -> Register:
+def _join_the_last(self, rank, arrival, terms, *, last):
     """Let ranks that train on wait together with ranks at their last averaging (2)."""
     both = replace(self, last=last) if self.arrived else self
     return arrive(both, rank, arrival, terms, last=last)
@@ -147,7 +139,7 @@ MUTATIONS = {
 
 
 @contextmanager
-def broken(name: str) -> Iterator[None]:
+def broken(name):
     """Break a rule for as long as this lasts."""
     mutation = MUTATIONS[name]
     with pytest.MonkeyPatch.context() as patch:
@@ -155,13 +147,13 @@ def broken(name: str) -> Iterator[None]:
         yield
 
 
-def first_caught(name: str, seeds: range) -> tuple[int, str] | None:
+def first_caught(name, seeds):
     """Return the first seed that notices a mutation, and how; None if none does."""
     with broken(name):
         return next(((seed, story) for seed in seeds if (story := run(World(seed)))), None)
 
 
-def run(world: World) -> str:
+def run(world):
     """Run a world; return what has gone wrong, if something did."""
     try:
         world.run()

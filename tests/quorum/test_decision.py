@@ -1,7 +1,5 @@
 """Ranks decide on outer steps while some are stopped, slow or cut off: by seeds, by rules."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -23,7 +21,7 @@ BATCH = 50
 TERMS = (0.7, 0.9)
 
 
-def participant(rank: int, steps: int = 0, known: float = 0.0, **more: bool) -> Participant:
+def participant(rank, steps=0, known=0.0, **more):
     arrival = Arrival(steps, 10.0 * (rank + 1))
     return Participant(
         rank, 3, arrival, TERMS, least=2, grace_s=5.0, timeout_s=20.0, known=known, **more
@@ -31,26 +29,26 @@ def participant(rank: int, steps: int = 0, known: float = 0.0, **more: bool) -> 
 
 
 @pytest.mark.parametrize("first", [0])
-def test_all_ranks_have_the_same_outer_steps(first: int) -> None:
+def test_all_ranks_have_the_same_outer_steps(first):
     for seed in range(first, first + BATCH):
         World(seed).run()
 
 
 @pytest.mark.parametrize("first", range(BATCH, 1000, BATCH))
-def test_in_many_more_trainings_as_well(first: int) -> None:
+def test_in_many_more_trainings_as_well(first):
     for seed in range(first, first + BATCH):
         World(seed).run()
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_broken_rule_is_noticed(name: str) -> None:
+def test_a_broken_rule_is_noticed(name):
     seed = MUTATIONS[name].seed
     assert not run(World(seed))
     with broken(name):
         assert run(World(seed)), "find another seed: python -m tests.quorum --mutations"
 
 
-def test_a_register_is_the_text_that_it_was_made_of() -> None:
+def test_a_register_is_the_text_that_it_was_made_of():
     register = Register(
         2, {3: Arrival(2, 1.5), 11: Arrival(1, 7.0)}, True, TERMS, 4, (3, 11), {3: 4, 11: 2}
     )
@@ -58,7 +56,7 @@ def test_a_register_is_the_text_that_it_was_made_of() -> None:
     assert Register.parse(Register().dump()).dump() == Register().dump()
 
 
-def test_one_averaging_of_three_ranks_of_which_one_is_late() -> None:
+def test_one_averaging_of_three_ranks_of_which_one_is_late():
     register = Register()
     first, second, third = (participant(rank) for rank in range(3))
     for one in (first, second):
@@ -84,9 +82,7 @@ def test_one_averaging_of_three_ranks_of_which_one_is_late() -> None:
 
 
 @pytest.mark.parametrize(("blamed", "outcome"), [((2,), Outcome.LEFT_OUT), ((), Outcome.FAILED)])
-def test_a_rank_that_hears_first_that_it_is_late_has_no_error(
-    blamed: tuple[int, ...], outcome: Outcome
-) -> None:
+def test_a_rank_that_hears_first_that_it_is_late_has_no_error(blamed, outcome):
     late = participant(2)
     register = Register(0, {rank: Arrival(0, 10.0) for rank in range(3)}, False, TERMS, 0).begin()
     assert isinstance(late.look(register, 0.0), Attempt)
@@ -97,7 +93,7 @@ def test_a_rank_that_hears_first_that_it_is_late_has_no_error(
     assert late.look(action.register, 9.1) == End(outcome)
 
 
-def test_a_rank_that_was_late_waits_next_time() -> None:
+def test_a_rank_that_was_late_waits_next_time():
     register = Register(steps=2, counted={0: 2, 1: 2})
     assert participant(2, steps=1, known=1.0).look(register, 0.0) == End(Outcome.LEFT_OUT)
     action = participant(2, steps=1, known=math.inf).look(register, 0.0)
@@ -106,14 +102,14 @@ def test_a_rank_that_was_late_waits_next_time() -> None:
     assert not action.register.suffices(1), "it cannot bring anybody up to date"
 
 
-def test_a_rank_that_did_not_leave_an_earlier_averaging_says_anew_what_it_brings() -> None:
+def test_a_rank_that_did_not_leave_an_earlier_averaging_says_anew_what_it_brings():
     register = Register(1, {2: Arrival(1, 10.0)}, terms=TERMS)
     action = participant(2, steps=1).look(register, 0.0)
     assert isinstance(action, Propose)
     assert action.register.arrived == {2: Arrival(1, 30.0)}
 
 
-def test_the_last_averaging_waits_for_all_and_leaves_out_those_that_train_on() -> None:
+def test_the_last_averaging_waits_for_all_and_leaves_out_those_that_train_on():
     trains = participant(0)
     action = trains.look(Register(steps=0), 0.0)
     assert isinstance(action, Propose)

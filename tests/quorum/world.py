@@ -7,14 +7,11 @@ which may blame anybody. A rank learns in steps that have numbers, so what each 
 counted can be told.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math
 import random
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from worker_client.outer.quorum import (
     UNKNOWN,
@@ -26,9 +23,6 @@ from worker_client.outer.quorum import (
     Propose,
     Register,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
 
 TERMS = (0.7, 0.9)
 LOOK_S = 0.05
@@ -73,7 +67,7 @@ class Faults:
     loaded: int = 0
 
     @classmethod
-    def of(cls, chance: random.Random) -> Faults:
+    def of(cls, chance):
         """Return those of a seed: half of them for what is safe, half for what is in time."""
         grace_s = chance.uniform(0.5, 3.0)
         if chance.random() < 0.5:
@@ -105,15 +99,15 @@ class World:
         outcomes: how many averagings have ended so.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.chance = random.Random(seed)
         self.faults = Faults.of(self.chance)
         self.now = 0.0
-        self.means: list[Mean] = []
-        self.outcomes: dict[Outcome, int] = dict.fromkeys(Outcome, 0)
+        self.means = []
+        self.outcomes = dict.fromkeys(Outcome, 0)
         self.text = Register(steps=UNKNOWN if self.faults.loaded else 0).dump()
-        self.attempts: dict[int, Attempting] = {}
-        self._due: list[tuple[float, int, Rank | None, Callable[[], None]]] = []
+        self.attempts = {}
+        self._due = []
         self._numbers = itertools.count()
         for step in range(self.faults.loaded):
             self.means.append({0: (frozenset({(0, -1 - step)}), 1.0)})
@@ -124,7 +118,7 @@ class World:
             self.ranks[-1].outer = self.means[:]
         self.ranks[0].learned |= {(0, -1 - step) for step in range(self.faults.loaded)}
 
-    def run(self) -> None:
+    def run(self):
         """Run it until all ranks are done, but for one that is stopped for ever.
 
         Raises:
@@ -145,22 +139,22 @@ class World:
                 break
         self._check()
 
-    def at(self, due: float, rank: Rank | None, action: Callable[[], None]) -> None:
+    def at(self, due, rank, action):
         """Have something happen then, at a rank if it runs, or elsewhere."""
         if due < math.inf:
             heapq.heappush(self._due, (due, next(self._numbers), rank, action))
 
-    def later(self, most_s: float, rank: Rank | None, action: Callable[[], None]) -> None:
+    def later(self, most_s, rank, action):
         """Have something happen within so many seconds."""
         self.at(self.now + self.chance.random() * most_s, rank, action)
 
-    def compare_set(self, expected: str, desired: str) -> str:
+    def compare_set(self, expected, desired):
         """Do what the store does, in an instant of its own."""
         if self.text == expected:
             self.text = desired
         return self.text
 
-    def note_mean(self, steps: int, mean: Mean) -> None:
+    def note_mean(self, steps, mean):
         """Hold what a rank has made an outer step of against what others have."""
         if steps == len(self.means):
             earlier = {step for one in self.means for own, _ in one.values() for step in own}
@@ -176,7 +170,7 @@ class World:
         if self.means[steps] != mean:
             raise WrongError(f"outer step {steps} is of {self.means[steps]}, and of {mean}")
 
-    def _check(self) -> None:
+    def _check(self):
         for rank in self.ranks:
             if not rank.done and rank.stopped_until < math.inf:
                 raise WrongError(f"rank {rank.number} hangs: {self.text}")
@@ -204,27 +198,27 @@ class Rank:
         done: whether it has made its last averaging.
     """
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world, number):
         self.number = number
-        self.outer: list[Mean] = []
-        self.learned: set[Step] = set()
-        self.pending: set[Step] = set()
+        self.outer = []
+        self.learned = set()
+        self.pending = set()
         self.stopped_until = 0.0
         self.done = False
         self._world = world
         chance, faults = world.chance, world.faults
         self._pace_s = 5.0 if faults.even else chance.choice([1.0, 1.0, 2.5, 6.0])
-        self._program: Generator[Any, str, None] | None = None
-        self._attempting: Attempting | None = None
+        self._program = None
+        self._attempting = None
         self._known = math.inf if faults.loaded else 0.0
 
-    def start(self) -> None:
+    def start(self):
         """Begin to train."""
         self._program = self._train()
         self._plan_stops()
         self._resume(None)
 
-    def _plan_stops(self) -> None:
+    def _plan_stops(self):
         world, faults = self._world, self._world.faults
         chance = world.chance
         if faults.even:
@@ -241,17 +235,17 @@ class Rank:
         if faults.dies == self.number:
             world.at(chance.uniform(0.0, 10.0), None, lambda: self._stop(math.inf))
 
-    def _stop(self, seconds: float) -> None:
+    def _stop(self, seconds):
         self.stopped_until = max(self.stopped_until, self._world.now + seconds)
         self._world.at(
             self._world.now + self._world.faults.patience_s, None, self._look_for_silence
         )
 
-    def _look_for_silence(self) -> None:
+    def _look_for_silence(self):
         if self.stopped_until > self._world.now and self._attempting is not None:
             self._attempting.silent(self)
 
-    def _resume(self, value: Any) -> None:
+    def _resume(self, value):
         assert self._program is not None
         try:
             request = self._program.send(value)
@@ -262,14 +256,14 @@ class Rank:
 
     # -- what its process waits for ---------------------------------------------------------------
 
-    def _sleep(self, seconds: float) -> Callable[[Callable[[Any], None]], None]:
+    def _sleep(self, seconds):
         return lambda resume: self._world.at(self._world.now + seconds, self, lambda: resume(None))
 
-    def _ask(self, expected: str, desired: str) -> Callable[[Callable[[Any], None]], None]:
+    def _ask(self, expected, desired):
         """Have the store compare and set; nothing is changed if both are the same."""
 
-        def ask(resume: Callable[[Any], None]) -> None:
-            def arrive() -> None:
+        def ask(resume):
+            def arrive():
                 text = self._world.compare_set(expected, desired)
                 self._world.later(0.01, self, lambda: resume(text))
 
@@ -279,7 +273,7 @@ class Rank:
 
     # -- its program ----------------------------------------------------------------------------
 
-    def _train(self) -> Generator[Any, str, None]:
+    def _train(self):
         world = self._world
         spread = 0.001 if world.faults.even else 0.2
         for period in range(world.faults.periods + 1):
@@ -288,7 +282,7 @@ class Rank:
             self.pending.add((self.number, period))
             yield from self._average(last=period == world.faults.periods)
 
-    def _average(self, *, last: bool) -> Generator[Any, str, Outcome]:
+    def _average(self, *, last):
         world, faults = self._world, self._world.faults
         contribution = frozenset(self.pending)
         began, stopped_before = world.now, self.stopped_until
@@ -304,7 +298,7 @@ class Rank:
             last=last,
         )
         text = yield self._ask("", "")
-        told: Attempting | None = None
+        told = None
         while True:
             attempting = self._attempting
             if attempting is not None and attempting is not told:
@@ -341,14 +335,12 @@ class Rank:
                     yield self._sleep(LOOK_S)
                     text = yield self._ask("", "")
 
-    def _leave(self) -> None:
+    def _leave(self):
         if self._attempting is not None:
             self._attempting.leave(self)
         self._attempting = None
 
-    def _settle(
-        self, outcome: Outcome, contribution: frozenset[Step], ended: Attempting | None
-    ) -> None:
+    def _settle(self, outcome, contribution, ended):
         if outcome is Outcome.AVERAGED:
             assert ended is not None
             outer, mean = ended.results[self.number]
@@ -386,7 +378,7 @@ class Attempting:
     _over: bool = False
     _blamed: frozenset[int] | None = None
 
-    def join(self, rank: Rank, contribution: Contribution) -> None:
+    def join(self, rank, contribution):
         """Have a member contribute."""
         world = self.world
         if rank.number not in self.asked.members:
@@ -401,19 +393,19 @@ class Attempting:
             blamed = [one for one in self.asked.members if world.chance.random() < 0.3]
             world.later(1.5, rank, lambda: self._fail(rank.number, frozenset(blamed)))
 
-    def leave(self, rank: Rank) -> None:
+    def leave(self, rank):
         """Let a member go: the others cannot end if it has not contributed."""
         self._here.pop(rank.number, None)
         if rank.number not in self._sent:
             self._blame({rank.number})
 
-    def silent(self, rank: Rank) -> None:
+    def silent(self, rank):
         """Give up a member that is stopped: what is on the way to it is gone, too."""
         self._fail(rank.number, frozenset())
         if rank.number not in self._sent:
             self._blame({rank.number})
 
-    def _contribute(self, rank: Rank, contribution: Contribution) -> None:
+    def _contribute(self, rank, contribution):
         if self._here.get(rank.number) is not rank or rank.number in self.errors:
             return
         self._sent[rank.number] = contribution
@@ -425,17 +417,17 @@ class Attempting:
             for member in self._here.values():
                 self.world.later(slow, member, lambda to=member: self._deliver(to.number))
 
-    def _deliver(self, rank: int) -> None:
+    def _deliver(self, rank):
         if rank not in self.errors:
             self.results[rank] = self._outer, dict(self._sent)
 
-    def _time_out(self, rank: Rank) -> None:
+    def _time_out(self, rank):
         if rank.number in self._here and rank.number not in self.results:
             missing = frozenset(self.asked.members) - self._sent.keys()
             self._fail(rank.number, missing)
             self._blame(missing)
 
-    def _blame(self, ranks: set[int] | frozenset[int]) -> None:
+    def _blame(self, ranks):
         """Tell all members that these cannot contribute, unless all have."""
         if not self._over:
             self._over = True
@@ -443,6 +435,6 @@ class Attempting:
             for rank in list(self._here):
                 self.world.later(0.02, None, lambda to=rank: self._fail(to, frozenset(ranks)))
 
-    def _fail(self, rank: int, blamed: frozenset[int]) -> None:
+    def _fail(self, rank, blamed):
         if rank not in self.results:
             self.errors.setdefault(rank, blamed)

@@ -1,12 +1,9 @@
 """The page in a real browser, beside real reducers."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -19,13 +16,6 @@ from tests.ranks import environments, ranks
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from playwright.sync_api import Browser
-
-    from tests.commands import Serving
-
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 SHOWN_S = 3.0  # after a reducer knows it, or was heard for the last time
@@ -35,35 +25,35 @@ WORLD_SIZE, SLOW = 4, 2
 
 
 @contextmanager
-def pool() -> Iterator[tuple[Serving, Serving]]:
+def pool():
     """Two reducers with HTTP ports."""
     with ExitStack() as stack:
         first, second = (stack.enter_context(serving("--http", 0)) for _ in range(2))
         yield first, second
 
 
-def of_both(first: Serving, second: Serving) -> str:
+def of_both(first, second):
     """The address of the first one's page that follows the second, too."""
     return f"http://{first.http}/?reducers={second.http}"
 
 
-def told(reducer: Serving, what: str) -> str:
+def told(reducer, what):
     """What it says at ``/status.json`` or ``/history.json``."""
     with urlopen(f"http://{reducer.http}/{what}.json", timeout=10) as answer:
         return str(answer.read().decode())
 
 
-def jobs(reducer: Serving) -> list[dict[str, Any]]:
+def jobs(reducer):
     return list(json.loads(told(reducer, "status"))["jobs"])
 
 
 @pytest.fixture(scope="module")
-def launched() -> Iterator[Browser]:
+def launched():
     with browser() as launched:
         yield launched
 
 
-def test_it_shows_a_job_and_a_reducer_that_is_lost(launched: Browser) -> None:
+def test_it_shows_a_job_and_a_reducer_that_is_lost(launched):
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
         page.shows("#jobs", "No job is here")
         page.shows("#summary", "2 reducers serve, and wait for jobs.")
@@ -93,7 +83,7 @@ def test_it_shows_a_job_and_a_reducer_that_is_lost(launched: Browser) -> None:
         assert page.unanswered == {second.http}
 
 
-def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched: Browser) -> None:
+def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched):
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
         page.shows("#summary", "2 reducers serve, and wait for jobs.")
         second.process.send_signal(signal.SIGSTOP)
@@ -103,7 +93,7 @@ def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched: 
         assert page.errors == []
 
 
-def test_it_says_that_it_was_never_answered(launched: Browser) -> None:
+def test_it_says_that_it_was_never_answered(launched):
     with pool() as (first, second):
         second.process.kill()
         second.process.wait()
@@ -112,7 +102,7 @@ def test_it_says_that_it_was_never_answered(launched: Browser) -> None:
             page.shows("#summary", "1 of 2 reducers does not answer. One reducer serves")
 
 
-def test_another_reducer_that_is_this_one_is_shown_once(launched: Browser) -> None:
+def test_another_reducer_that_is_this_one_is_shown_once(launched):
     with serving("--http", 0) as reducer:
         other_name = reducer.http.replace("127.0.0.1", "localhost")
         with opened(launched, f"http://{reducer.http}/?reducers={other_name}") as page:
@@ -123,7 +113,7 @@ def test_another_reducer_that_is_this_one_is_shown_once(launched: Browser) -> No
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_can_be_read(launched: Browser, scheme: str) -> None:
+def test_text_can_be_read(launched, scheme):
     with (
         serving("--http", 0) as reducer,
         joined(2, servers=reducer.address, job="a job"),
@@ -162,7 +152,7 @@ CONTRAST = """() => {
 }"""
 
 
-def test_a_red_square_has_its_sentence_though_its_rank_is_not_named(launched: Browser) -> None:
+def test_a_red_square_has_its_sentence_though_its_rank_is_not_named(launched):
     """Two ranks have made 6 steps: that all waits were for the same one may be chance."""
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
         with joined(2, servers=[first.address, second.address], job="red") as clients:
@@ -181,7 +171,7 @@ def test_a_red_square_has_its_sentence_though_its_rank_is_not_named(launched: Br
         assert page.errors == []
 
 
-def test_a_slow_rank_is_named_with_the_reason(launched: Browser) -> None:
+def test_a_slow_rank_is_named_with_the_reason(launched):
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
         settings = {f"LATE_{SLOW}": "0.03", "REDUCTION_JOB": "steps"}
         everyone = environments(WORLD_SIZE, [first.address, second.address], **settings)

@@ -1,7 +1,5 @@
 """A reducer's settings: where they come from, and what is wrong with them."""
 
-from __future__ import annotations
-
 import re
 import resource
 from pathlib import Path
@@ -25,7 +23,7 @@ MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 
-def test_the_reducers_defaults() -> None:
+def test_the_reducers_defaults():
     settings = reducer_config.load(bind=None, memory_limit=None, insecure=None, kernel=None)
     assert settings.model_dump() == {
         "bind": "tcp://127.0.0.1:5555",
@@ -54,7 +52,7 @@ def test_the_reducers_defaults() -> None:
     }
 
 
-def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reducers_environment(monkeypatch):
     monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:0")
     monkeypatch.setenv("REDUCTION_INSECURE", "1")
     monkeypatch.setenv("REDUCTION_KEYS", "/etc/keys")
@@ -101,7 +99,7 @@ def test_the_reducers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_empty_keys_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_keys_are_none(monkeypatch):
     monkeypatch.setenv("REDUCTION_KEYS", "")
     assert reducer_config.load().keys is None
     with pytest.raises(ConfigError, match="nothing would check who connects"):
@@ -114,7 +112,7 @@ def test_empty_keys_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "value"),
     [("64MB", 64_000_000), ("67108864", 64 * MIB), (4096, 4096), ("1GiB", 1 << 30)],
 )
-def test_memory_limit(text: str | int, value: int) -> None:
+def test_memory_limit(text, value):
     assert reducer_config.load(memory_limit=text).memory_limit == value
 
 
@@ -123,7 +121,7 @@ EXPOSED = ["0.0.0.0", "10.0.0.1", "*", "eth0", "[::]", "node.example", "localhos
 
 
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_this_machine_needs_no_permission(host: str) -> None:
+def test_this_machine_needs_no_permission(host):
     bind = f"tcp://{host}:0"
     assert units.is_loopback(bind)
     assert reducer_config.load(bind=bind).bind == bind
@@ -139,7 +137,7 @@ def test_this_machine_needs_no_permission(host: str) -> None:
         ("no-such-host.invalid", False),
     ],
 )
-def test_the_plain_loop_listens_in_private_networks_alone(host: str, private: bool) -> None:
+def test_the_plain_loop_listens_in_private_networks_alone(host, private):
     bind = f"tcp://{host}:0"
     assert units.is_private(bind) == private
     if not private:
@@ -147,7 +145,7 @@ def test_the_plain_loop_listens_in_private_networks_alone(host: str, private: bo
             Server(reducer_config.load(bind=bind, impl="plain", insecure=True))
 
 
-def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch):
     told = {
         "SERVICE_HOST": "10.0.0.7",
         "SERVICE_PORT": "5555",
@@ -167,7 +165,7 @@ def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch: pytest.Mon
     config.load()
 
 
-def test_an_unknown_variable_is_an_error_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_an_error_of_both(monkeypatch):
     for wrong, meant in (("MEMORY_LIMITS", "MEMORY_LIMIT"), ("SERVER", "SERVERS")):
         with monkeypatch.context() as patch:
             patch.setenv(f"REDUCTION_{wrong}", "8GiB")
@@ -182,18 +180,18 @@ def test_an_unknown_variable_is_an_error_of_both(monkeypatch: pytest.MonkeyPatch
         reducer_config.load()
 
 
-def test_kernels_have_the_names_that_the_setting_takes() -> None:
+def test_kernels_have_the_names_that_the_setting_takes():
     assert set(kernels.variants()) <= set(get_args(reducer_config.KernelName))
 
 
-def test_each_knows_the_others_settings() -> None:
+def test_each_knows_the_others_settings():
     ours, theirs = set(ReducerConfig.model_fields), set(WorkerConfig.model_fields)
     assert set(reducer_config.WORKER_SETTINGS) == theirs - ours
     assert set(config.REDUCER_SETTINGS) == ours
 
 
 @pytest.mark.parametrize("text", ["1h", "60min", "3600s", "3600", "3600000ms", "3600000000 us"])
-def test_durations_are_alike_everywhere(text: str) -> None:
+def test_durations_are_alike_everywhere(text):
     assert reducer_config.load(handshake_timeout=text).handshake_timeout == 3600
     assert config.load(timeout=text).timeout == 3600
     assert plan_command.seconds("backward", text) == 3600
@@ -201,7 +199,7 @@ def test_durations_are_alike_everywhere(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:7", "tcp://127.0.0.1:7", " 127.0.0.1:7"])
-def test_addresses_are_alike_everywhere(text: str) -> None:
+def test_addresses_are_alike_everywhere(text):
     assert reducer_config.load(bind=text).bind == "tcp://127.0.0.1:7"
     assert reducer_config.load(http=text).http == "127.0.0.1:7"
     assert config.load(servers=text).servers == ("127.0.0.1:7",)
@@ -209,7 +207,7 @@ def test_addresses_are_alike_everywhere(text: str) -> None:
 
 
 @pytest.mark.parametrize("host", EXPOSED)
-def test_beyond_this_machine_only_when_insecure(host: str) -> None:
+def test_beyond_this_machine_only_when_insecure(host):
     bind = f"tcp://{host}:5555"
     assert not units.is_loopback(bind)
     with pytest.raises(ConfigError, match=r"other machines.*pass --keys.*pass --insecure"):
@@ -236,7 +234,7 @@ def test_beyond_this_machine_only_when_insecure(host: str) -> None:
     ],
 )
 @pytest.mark.parametrize("insecure", [False, True])
-def test_bad_binds(bind: str, insecure: bool) -> None:
+def test_bad_binds(bind, insecure):
     with pytest.raises(ConfigError, match=r"^bind: write it as HOST:PORT, with .* got "):
         reducer_config.load(bind=bind, insecure=insecure)
 
@@ -253,9 +251,7 @@ def test_bad_binds(bind: str, insecure: bool) -> None:
         ("insecure", "maybe"),
     ],
 )
-def test_a_mistake_at_the_reducer_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str
-) -> None:
+def test_a_mistake_at_the_reducer_is_named(monkeypatch, name, text):
     with pytest.raises(ConfigError, match=f"^{name}: .*got '{text}'"):
         reducer_config.load(**{name: text})
     monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
@@ -263,23 +259,23 @@ def test_a_mistake_at_the_reducer_is_named(
         reducer_config.load()
 
 
-def test_every_mistake_at_the_reducer_is_told() -> None:
+def test_every_mistake_at_the_reducer_is_told():
     with pytest.raises(ConfigError, match=r"^bind: .*\nmemory_limit: "):
         reducer_config.load(bind="x", memory_limit=0)
 
 
-def test_an_unknown_argument_of_the_reducer_is_an_error() -> None:
+def test_an_unknown_argument_of_the_reducer_is_an_error():
     with pytest.raises(ConfigError, match=r"^port: Extra inputs"):
         reducer_config.load(port=5555)
 
 
 @pytest.mark.parametrize(("value", "seconds"), [("5ms", 0.005), ("2min", 120.0), (3, 3.0)])
-def test_a_duration_given_as_an_argument(value: object, seconds: float) -> None:
+def test_a_duration_given_as_an_argument(value, seconds):
     assert config.seconds("timeout", value) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("value", ["soon", 0, -1, float("nan"), None, "\N{FULLWIDTH DIGIT FIVE}s"])
-def test_no_duration(value: object) -> None:
+def test_no_duration(value):
     with pytest.raises(ConfigError, match=r"^timeout: .*got"):
         config.seconds("timeout", value)
 
@@ -295,7 +291,7 @@ def test_no_duration(value: object) -> None:
         ("", "write CPUs such as 0-3,8"),
     ],
 )
-def test_cpus_that_are_none(text: str, reason: str) -> None:
+def test_cpus_that_are_none(text, reason):
     with pytest.raises(ConfigError, match=f"^cpus: {reason}"):
         reducer_config.load(cpus=text)
 
@@ -311,17 +307,17 @@ def test_cpus_that_are_none(text: str, reason: str) -> None:
         ("", None),
     ],
 )
-def test_http_addresses(text: str, value: str | None) -> None:
+def test_http_addresses(text, value):
     assert reducer_config.load(http=text).http == value
 
 
 @pytest.mark.parametrize("text", ["on", "host", "host:", "1:2:3", "http://host:1", "host:99999"])
-def test_bad_http_addresses(text: str) -> None:
+def test_bad_http_addresses(text):
     with pytest.raises(ConfigError, match=r"^http: write it as HOST:PORT, or PORT, or off, got "):
         reducer_config.load(http=text)
 
 
-def test_threads_share_what_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_what_is_limited(monkeypatch):
     settings = reducer_config.load(
         threads=4, job_memory_limit="1GiB", max_connections=1000, handshake_timeout="2s"
     )

@@ -1,7 +1,5 @@
 """Errors of a job that is a part of another one."""
 
-from __future__ import annotations
-
 from reducer.errors import (
     MismatchError,
     RankLostError,
@@ -11,7 +9,7 @@ from reducer.errors import (
 )
 
 
-def test_nodes_become_ranks() -> None:
+def test_nodes_become_ranks():
     across = (2, 6, 10)
     lost = renumbered(RankLostError("rank 1 is gone", rank=1), across, "between nodes")
     assert isinstance(lost, RankLostError)

@@ -1,11 +1,8 @@
 """What a reducer remembers of the last ten minutes, and how `/history.json` tells it."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
-from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -17,11 +14,6 @@ from tests.commands import serving
 from tests.conftest import joined, reducer_here
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from reducer.server import Server
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
@@ -38,12 +30,12 @@ class FakeObserver:
 
     incarnation = "i"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.asked = 0
         self.silent = False
         self.uptime_s = 0.0
 
-    def status(self) -> status.ReducerStatus:
+    def status(self):
         self.asked += 1
         self.uptime_s += 5.0
         memory = status.Memory(1000, 100, self.asked)
@@ -56,7 +48,7 @@ class FakeObserver:
 
 
 @pytest.fixture
-def kept() -> Iterator[History]:
+def kept():
     """One that keeps events, and has the sample of its beginning."""
     kept = History(FakeObserver())
     with kept.kept():
@@ -64,11 +56,11 @@ def kept() -> Iterator[History]:
         yield kept
 
 
-def texts(kept: History) -> list[str]:
+def texts(kept):
     return [event.text for event in kept.told().events]
 
 
-def test_samples_are_taken_all_the_time_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_taken_all_the_time_and_are_bounded(monkeypatch):
     monkeypatch.setattr(history, "SAMPLE_S", 0.0)
     observer = FakeObserver()
     kept = History(observer)
@@ -81,7 +73,7 @@ def test_samples_are_taken_all_the_time_and_are_bounded(monkeypatch: pytest.Monk
     assert found[-1] == history.Sample(5.0 * last, 10 * last, 20 * last, last)
 
 
-def test_what_a_silent_thread_has_done_is_no_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_silent_thread_has_done_is_no_fall(monkeypatch):
     monkeypatch.setattr(history, "SAMPLE_S", 0.0)
     observer = FakeObserver()
     observer.silent = True
@@ -93,7 +85,7 @@ def test_what_a_silent_thread_has_done_is_no_fall(monkeypatch: pytest.MonkeyPatc
         eventually(lambda: bool(kept.told().samples))
 
 
-def test_events_are_about_jobs_or_warn(kept: History) -> None:
+def test_events_are_about_jobs_or_warn(kept):
     LOG.info("of no interest")
     LOG.info("job %r: rank %d left", "a", 3, extra={"job": "a", "rank": 3})
     LOG.warning("look out")
@@ -108,7 +100,7 @@ def test_events_are_about_jobs_or_warn(kept: History) -> None:
     ]
 
 
-def test_the_latest_events_are_kept(kept: History) -> None:
+def test_the_latest_events_are_kept(kept):
     for number in range(history.MAX_EVENTS + 5):
         LOG.warning("number %d", number)
     found = texts(kept)
@@ -116,7 +108,7 @@ def test_the_latest_events_are_kept(kept: History) -> None:
     assert found[-1] == f"number {history.MAX_EVENTS + 4}"
 
 
-def test_events_are_short_and_visible(kept: History, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_short_and_visible(kept, monkeypatch):
     # pytest would send what it has captured to another process, which half a character stops.
     monkeypatch.setattr(logging.getLogger("reducer"), "propagate", False)
     LOG.warning("a\x1b[31m\n\u202eb \ud800 \\n" + "x" * 1000, extra={"job": "\x1b"})
@@ -132,16 +124,14 @@ def test_events_are_short_and_visible(kept: History, monkeypatch: pytest.MonkeyP
     assert json.loads(history.dump(kept.told()))["events"][0]["text"] == first.text
 
 
-def test_a_line_that_cannot_be_formatted_costs_its_author_nothing(
-    kept: History, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_cannot_be_formatted_costs_its_author_nothing(kept, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger("reducer"), "propagate", False)
     LOG.warning("%d", "no number")
     assert texts(kept) == []
     assert "no number" in capsys.readouterr().err
 
 
-def test_events_are_kept_where_the_log_shows_none() -> None:
+def test_events_are_kept_where_the_log_shows_none():
     logger = logging.getLogger("reducer")
     level, handlers = logger.level, list(logger.handlers)
     logger.setLevel(logging.ERROR)
@@ -157,7 +147,7 @@ def test_events_are_kept_where_the_log_shows_none() -> None:
     assert not [each for each in threading.enumerate() if each.name == "reducer-history"]
 
 
-def test_the_log_shows_no_more_than_it_is_to(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_log_shows_no_more_than_it_is_to(capfd):
     with serving("--http", 0, "--log-level", "warning") as reducer:
         with connect(servers=reducer.address, rank=0, world_size=1, job="quiet"):
             pass
@@ -170,18 +160,18 @@ def test_the_log_shows_no_more_than_it_is_to(capfd: pytest.CaptureFixture[str]) 
     assert "quiet" not in capfd.readouterr().err
 
 
-def _history(port: str) -> dict[str, Any]:
+def _history(port):
     with urlopen(f"http://{port}/history.json", timeout=10) as answer:
         return dict(json.loads(answer.read()))
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     with reducer_here(threads=2) as server:
         yield server
 
 
-def test_what_a_job_moves_is_sampled(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_job_moves_is_sampled(server, monkeypatch):
     monkeypatch.setattr(history, "SAMPLE_S", 0.05)
     kept = History(server.observer)
     with kept.kept(), joined(2, servers=server.address, job="moves") as clients:

@@ -1,7 +1,5 @@
 """A reducer's HTTP port: what it answers, and what bad clients cost."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -12,7 +10,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -31,9 +28,6 @@ from tests.conftest import joined, reducer_here
 from tests.waits import eventually, within_s
 from worker_client.client.bootstrap import connect
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 PATHS = ["/", "/healthz", "/readyz", "/metrics", "/status.json", "/history.json"]
@@ -42,13 +36,13 @@ SERVING = 2  # threads of a port that nobody asks
 
 
 @pytest.fixture(params=["compiled", "plain"])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(request):
     with reducer_here(threads=2, impl=request.param) as server:
         yield server
 
 
 @pytest.fixture
-def port(server: Server) -> Iterator[str]:
+def port(server):
     http = HttpPort("127.0.0.1:0")
     with http.serving(server.observer):
         eventually(lambda: ask(http.address, "/readyz")[0] == 200)
@@ -56,7 +50,7 @@ def port(server: Server) -> Iterator[str]:
     http.close()
 
 
-def ask(port: str, path: str, method: str = "GET") -> tuple[int, bytes]:
+def ask(port, path, method="GET"):
     """Return the status code and the body of an answer."""
     connection = http.client.HTTPConnection(port, timeout=10)
     try:
@@ -67,17 +61,17 @@ def ask(port: str, path: str, method: str = "GET") -> tuple[int, bytes]:
         connection.close()
 
 
-def samples(text: bytes) -> dict[str, float]:
+def samples(text):
     """The metrics of a text, by name and labels."""
     lines = [line for line in text.decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def total(found: dict[str, float], name: str) -> float:
+def total(found, name):
     return sum(value for key, value in found.items() if key.startswith(name + "{"))
 
 
-def test_what_a_job_does_is_told(server: Server, port: str) -> None:
+def test_what_a_job_does_is_told(server, port):
     with joined(3, servers=server.address, job="visible") as clients:
         for step in range(4):
             works = [client.all_reduce(np.full(300_000, step, np.float32)) for client in clients]
@@ -114,7 +108,7 @@ def test_what_a_job_does_is_told(server: Server, port: str) -> None:
     eventually(lambda: json.loads(ask(port, "/status.json")[1])["jobs_total"] == 0)
 
 
-def test_what_the_others_lose_by_a_rank_is_told(server: Server, port: str) -> None:
+def test_what_the_others_lose_by_a_rank_is_told(server, port):
     with joined(2, servers=server.address, job="waits") as clients:
         for _ in range(12):
             first = clients[0].all_reduce(np.ones(64, np.float32))
@@ -122,7 +116,7 @@ def test_what_the_others_lose_by_a_rank_is_told(server: Server, port: str) -> No
             for work in (clients[1].all_reduce(np.ones(64, np.float32)), first):
                 work.wait(20)
 
-        def job() -> dict[str, Any]:
+        def job():
             (found,) = json.loads(ask(port, "/status.json")[1])["jobs"]
             return dict(found)
 
@@ -140,7 +134,7 @@ def test_what_the_others_lose_by_a_rank_is_told(server: Server, port: str) -> No
         assert text["reducer_job_rank_waited_seconds_total" + labels] >= 10 * 0.02
 
 
-def test_an_absent_rank_is_named(server: Server, port: str) -> None:
+def test_an_absent_rank_is_named(server, port):
     with ThreadPoolExecutor(1) as pool:
         arguments = {"servers": server.address, "world_size": 3, "job": "partial"}
         with connect(rank=0, **arguments), connect(rank=2, **arguments) as third:
@@ -153,7 +147,7 @@ def test_an_absent_rank_is_named(server: Server, port: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_it_only_reads(port: str, path: str) -> None:
+def test_it_only_reads(port, path):
     assert ask(port, path)[0] == 200
     code, body = ask(port, path, "HEAD")
     assert (code, body) == (200, b"")
@@ -164,7 +158,7 @@ def test_it_only_reads(port: str, path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/index.html", "/status", "/../etc/passwd", "/metrics/", "/page", "http://x/"]
 )
-def test_there_is_nothing_else(port: str, path: str) -> None:
+def test_there_is_nothing_else(port, path):
     code, body = ask(port, path)
     assert code == 404
     assert b"/status.json" in body
@@ -184,7 +178,7 @@ def test_there_is_nothing_else(port: str, path: str) -> None:
         (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\n\r\n", b"400"),
     ],
 )
-def test_odd_requests_are_answered(port: str, said: bytes, code: bytes) -> None:
+def test_odd_requests_are_answered(port, said, code):
     host, _, number = port.rpartition(":")
     with socket.create_connection((host, int(number)), 10) as client:
         client.sendall(said[: http_port.MAX_HEAD_BYTES + 100])
@@ -194,14 +188,14 @@ def test_odd_requests_are_answered(port: str, said: bytes, code: bytes) -> None:
         assert code in answer.split(b"\n")[0]
 
 
-def _receive(client: socket.socket) -> bytes:
+def _receive(client):
     try:
         return client.recv(4096)
     except ConnectionResetError:  # it had not read all that was sent
         return b""
 
 
-def test_slow_clients_hold_no_place(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+def test_slow_clients_hold_no_place(monkeypatch, server):
     # One byte at a time resets any timeout of a single read.
     monkeypatch.setattr(http_port, "CONNECTION_S", 0.5)
     before = threading.active_count()
@@ -216,7 +210,7 @@ def test_slow_clients_hold_no_place(monkeypatch: pytest.MonkeyPatch, server: Ser
     http.close()
 
 
-def _is_ended(client: socket.socket) -> bool:
+def _is_ended(client):
     try:
         client.sendall(b"G")
         client.setblocking(False)
@@ -229,7 +223,7 @@ def _is_ended(client: socket.socket) -> bool:
         client.settimeout(10)
 
 
-def test_many_clients_cost_neither_probes_nor_all_reduces(port: str, server: Server) -> None:
+def test_many_clients_cost_neither_probes_nor_all_reduces(port, server):
     place = ("127.0.0.1", int(port.rpartition(":")[2]))
     with joined(2, servers=server.address, job="first") as clients:
         for work in [client.all_reduce(np.ones(100_000, np.float32)) for client in clients]:
@@ -252,9 +246,7 @@ def test_many_clients_cost_neither_probes_nor_all_reduces(port: str, server: Ser
     eventually(lambda: psutil.Process().num_fds() <= files + 4)
 
 
-def test_a_client_that_reads_nothing_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, server: Server
-) -> None:
+def test_a_client_that_reads_nothing_is_dropped(monkeypatch, server):
     monkeypatch.setattr(http_port, "CONNECTION_S", 0.5)
     monkeypatch.setattr(status, "dump", lambda _: b"x" * (64 << 20))
     before = threading.active_count()
@@ -269,7 +261,7 @@ def test_a_client_that_reads_nothing_is_dropped(
     http.close()
 
 
-def test_the_oldest_makes_way(server: Server) -> None:
+def test_the_oldest_makes_way(server):
     http = HttpPort("127.0.0.1:0", 4)
     place = ("127.0.0.1", int(http.address.rpartition(":")[2]))
     with http.serving(server.observer):
@@ -281,9 +273,7 @@ def test_the_oldest_makes_way(server: Server) -> None:
     http.close()
 
 
-def test_answers_that_nobody_reads_make_way(
-    monkeypatch: pytest.MonkeyPatch, server: Server
-) -> None:
+def test_answers_that_nobody_reads_make_way(monkeypatch, server):
     monkeypatch.setattr(http_port, "ANSWER_S", 0.1)
     large = b"x" * (64 << 20)
     monkeypatch.setattr(status, "dump", lambda _: large)
@@ -301,12 +291,10 @@ def test_answers_that_nobody_reads_make_way(
     http.close()
 
 
-def test_a_thread_that_cannot_start_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, port: str
-) -> None:
+def test_a_thread_that_cannot_start_ends_nothing(monkeypatch, port):
     start = threading.Thread.start
 
-    def fail(thread: threading.Thread) -> None:
+    def fail(thread):
         if thread.name == "http":
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -318,9 +306,7 @@ def test_a_thread_that_cannot_start_ends_nothing(
     assert ask(port, "/healthz")[0] == 200
 
 
-def test_what_fails_in_an_answer_is_said_and_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch, port: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fails_in_an_answer_is_said_and_ends_nothing(monkeypatch, port, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(status, "dump", {}.__getitem__)
         assert ask(port, "/status.json")[0] == 500
@@ -328,12 +314,10 @@ def test_what_fails_in_an_answer_is_said_and_ends_nothing(
     assert ask(port, "/status.json")[0] == 200
 
 
-def test_answers_get_no_more_than_a_part_of_a_core(
-    monkeypatch: pytest.MonkeyPatch, port: str
-) -> None:
+def test_answers_get_no_more_than_a_part_of_a_core(monkeypatch, port):
     taken_s = []
 
-    def take_long(_: object) -> bytes:
+    def take_long(_):
         while time.thread_time() < 0.005:
             pass
         taken_s.append(time.thread_time())
@@ -351,10 +335,10 @@ def test_answers_get_no_more_than_a_part_of_a_core(
     assert time.monotonic() - began > http_port.TIMES * paused_for
 
 
-def test_a_costly_answer_costs_nobody_an_answer(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+def test_a_costly_answer_costs_nobody_an_answer(monkeypatch, port):
     monkeypatch.setattr(http_port, "CONNECTION_S", 2.0)
 
-    def take_very_long(_: object) -> bytes:
+    def take_very_long(_):
         while http_port.TIMES * time.thread_time() < 1.5 * http_port.CONNECTION_S:
             pass
         return b"{}"
@@ -364,9 +348,7 @@ def test_a_costly_answer_costs_nobody_an_answer(monkeypatch: pytest.MonkeyPatch,
     assert ask(port, "/healthz")[0] == 200
 
 
-def test_a_client_that_does_not_wait_for_the_answer_costs_no_sigpipe(
-    port: str, broken_pipes: list[int]
-) -> None:
+def test_a_client_that_does_not_wait_for_the_answer_costs_no_sigpipe(port, broken_pipes):
     host, _, number = port.rpartition(":")
     for request in (b"GET / HTTP/1.0\r\n\r\n", b"x" * (http_port.MAX_HEAD_BYTES + 1)):
         for _ in range(3):
@@ -377,12 +359,12 @@ def test_a_client_that_does_not_wait_for_the_answer_costs_no_sigpipe(
     assert broken_pipes == []
 
 
-def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
+def test_a_lane_is_asked_by_all_askers_together(server):
     asked = []
     inbox = server._lanes[0].inbox
     ask_inbox = inbox.ask
 
-    def counted() -> object:
+    def counted():
         asked.append(1)
         return ask_inbox()
 
@@ -394,7 +376,7 @@ def test_a_lane_is_asked_by_all_askers_together(server: Server) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ended_is_seen() -> None:
+def test_a_thread_that_ended_is_seen():
     server = Server(load(bind="tcp://127.0.0.1:0"))
     inbox = server._lanes[0].inbox
     assert "starting" in server.observer.unready()
@@ -403,7 +385,7 @@ def test_a_thread_that_ended_is_seen() -> None:
     server.start()
     eventually(lambda: not server.observer.unready())
 
-    def fail() -> None:
+    def fail():
         raise MemoryError
 
     inbox.answer = fail
@@ -416,7 +398,7 @@ def test_a_thread_that_ended_is_seen() -> None:
         server.stop()
 
 
-def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_hangs_is_seen(monkeypatch):
     monkeypatch.setattr("reducer.monitoring.observer.ANSWER_S", 0.2)
     inbox = StatusInbox(engine=None, guard=None, port=1)  # nobody answers
     inbox.ticked = time.monotonic()
@@ -439,7 +421,7 @@ def test_a_thread_that_hangs_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join()
 
 
-def test_an_error_while_looking_is_the_askers() -> None:
+def test_an_error_while_looking_is_the_askers():
     inbox = StatusInbox(engine=None, guard=None, port=1)
     asked = inbox.ask()
     inbox.answer()
@@ -447,16 +429,16 @@ def test_an_error_while_looking_is_the_askers() -> None:
         asked.result(0)
 
 
-def _text(found: status.ReducerStatus) -> bytes:
+def _text(found):
     return metrics.Metrics(lambda: found).text()
 
 
-def view(name: str, *ranks: int, **others: Any) -> JobView:
+def view(name, *ranks, **others):
     values = {"generation": 0, "world_size": 4, "reserved": 10, "held": 1, "rounds": 1, **others}
     return JobView(name=name, ranks=frozenset(ranks), **values)
 
 
-def test_jobs_of_several_threads_are_joined() -> None:
+def test_jobs_of_several_threads_are_joined():
     first, second = merge_jobs(
         [
             view("a", 0, 1, 2, rounds=3),
@@ -469,8 +451,8 @@ def test_jobs_of_several_threads_are_joined() -> None:
     assert (second.reserved, second.held, second.rounds) == (20, 2, 3)
 
 
-def test_what_threads_know_of_ranks_is_joined() -> None:
-    def waits(rank: int, *lasted_ms: int) -> RankWaits:
+def test_what_threads_know_of_ranks_is_joined():
+    def waits(rank, *lasted_ms):
         buckets = [sum(bucket_of(1000 * ms) == at for ms in lasted_ms) for at in range(BUCKETS)]
         return RankWaits(rank, Waits(1000 * sum(lasted_ms), tuple(buckets)), Waits())
 
@@ -490,7 +472,7 @@ def test_what_threads_know_of_ranks_is_joined() -> None:
     assert text['reducer_job_straggler_share{cause="slow",job="a",rank="2"}'] == 0.9
 
 
-def status_of(views: list[JobView]) -> status.ReducerStatus:
+def status_of(views):
     memory = status.Memory(1, 1, 1)
     lane = status.LaneStatus(1, True, 1, 1, memory, {"contributions": 1, "novel": 2})
     jobs = tuple(merge_jobs(views))
@@ -499,7 +481,7 @@ def status_of(views: list[JobView]) -> status.ReducerStatus:
     )
 
 
-def test_labels_are_bounded_and_no_series_is_told_twice() -> None:
+def test_labels_are_bounded_and_no_series_is_told_twice():
     views = [view(f"job {number}", 0, reserved=number) for number in range(100)]
     views += [view("job 99", 0, 1, generation=generation, reserved=999) for generation in (4, 5)]
     text = _text(status_of(views)).decode()
@@ -516,22 +498,22 @@ def test_labels_are_bounded_and_no_series_is_told_twice() -> None:
     ("ranks", "text"),
     [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0,2-3,7")],
 )
-def test_ranges(ranks: list[int], text: str) -> None:
+def test_ranges(ranks, text):
     assert status.ranges(ranks) == text
 
 
-def test_ranges_are_bounded() -> None:
+def test_ranges_are_bounded():
     text = status.ranges(range(0, 10_000, 2))
     assert text.endswith(",126,...")
     assert text.count(",") == status.MAX_RANGES
 
 
-def test_no_secret_is_told(port: str) -> None:
+def test_no_secret_is_told(port):
     for path in PATHS:
         assert not re.search(rb"key|secret|token|password", ask(port, path)[1], re.IGNORECASE)
 
 
-def test_it_drains_before_it_ends() -> None:
+def test_it_drains_before_it_ends():
     with serving("--http", 0, "--drain-timeout", "1s") as reducer:
         with connect(servers=reducer.address, rank=0, world_size=1, job="last"):
             assert ask(reducer.http, "/readyz") == (200, b"ok\n")
@@ -545,7 +527,7 @@ def test_it_drains_before_it_ends() -> None:
     assert (503, (200, b"ok\n")) in answers
 
 
-def test_a_stopped_process_does_not_answer_and_goes_on() -> None:
+def test_a_stopped_process_does_not_answer_and_goes_on():
     with serving("--http", 0) as reducer:
         os.kill(reducer.process.pid, signal.SIGSTOP)
         with socket.create_connection(tuple(reducer.http.split(":")), 10) as client:
@@ -557,7 +539,7 @@ def test_a_stopped_process_does_not_answer_and_goes_on() -> None:
         assert ask(reducer.http, "/healthz")[0] == 200
 
 
-def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_off_unless_it_is_asked_for(monkeypatch):
     from reducer import local_pool  # noqa: PLC0415
 
     assert load().http is None
@@ -568,7 +550,7 @@ def test_it_is_off_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
             assert len(servers) == 2
 
 
-def test_a_taken_port_is_said() -> None:
+def test_a_taken_port_is_said():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"cannot answer HTTP on .*the port is taken"):
@@ -577,7 +559,7 @@ def test_a_taken_port_is_said() -> None:
         HttpPort("192.0.2.1:0")
 
 
-def test_it_listens_where_it_was_told() -> None:
+def test_it_listens_where_it_was_told():
     port = HttpPort("127.0.0.1:0")
     (listening,) = [
         each.laddr.ip

@@ -1,14 +1,12 @@
 """A reducer of 10,000 ranks in 256 jobs: what its HTTP port answers stays small and quick."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -19,9 +17,6 @@ from reducer.monitoring.status import MAX_RANKS
 from reducer.wire.constants import MessageType
 from reducer.wire.header import fingerprint
 from tests.engine.words import Reducer, kinds, number
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 RANKS, JOBS = 10_000, 256
 LATE = 9  # ranks that a job waits for; one more than a status tells
@@ -39,7 +34,7 @@ class Answer(NamedTuple):
     seconds: float
 
 
-def filled() -> Reducer:
+def filled():
     """An engine that every rank has joined, and has contributed to."""
     reducer = Reducer("compiled", memory_limit=1 << 44)
     for at in range(JOBS):
@@ -62,12 +57,12 @@ def filled() -> Reducer:
 
 
 @contextmanager
-def answering(reducer: Reducer) -> Iterator[HttpPort]:
+def answering(reducer):
     """A port that tells of this engine, whose thread answers as that of a server does."""
     inbox = StatusInbox(reducer.engine, SimpleNamespace(connections=RANKS), 1)
     ended = threading.Event()
 
-    def serve() -> None:
+    def serve():
         while not ended.wait(0.01):
             inbox.answer()
 
@@ -84,7 +79,7 @@ def answering(reducer: Reducer) -> Iterator[HttpPort]:
         port.close()
 
 
-def ask(port: HttpPort, path: str) -> Answer:
+def ask(port, path):
     time.sleep(0.25)  # until what it saw last is too old
     began = time.process_time()
     connection = http.client.HTTPConnection(port.address, timeout=30)
@@ -95,16 +90,16 @@ def ask(port: HttpPort, path: str) -> Answer:
 
 
 @pytest.fixture(scope="module")
-def grown() -> dict[str, int]:
+def grown():
     """By how many bytes this process has grown, since there was no rank."""
     return {}
 
 
 @pytest.fixture(scope="module")
-def answers(grown: dict[str, int]) -> dict[str, Answer]:
+def answers(grown):
     """What every path has answered in the end, and the longest that it took."""
     before = psutil.Process().memory_info().rss
-    found: dict[str, Answer] = {}
+    found = {}
     with answering(filled()) as port:
         for path in PATHS * 3:
             longest = found[path].seconds if path in found else 0.0
@@ -117,7 +112,7 @@ def answers(grown: dict[str, int]) -> dict[str, Answer]:
     return found
 
 
-def test_all_ranks_are_told(answers: dict[str, Answer]) -> None:
+def test_all_ranks_are_told(answers):
     told = json.loads(answers["/status.json"].body)
     assert told["lanes"][0]["members"] == RANKS
     assert told["jobs_total"] == len(told["jobs"]) == JOBS
@@ -127,10 +122,10 @@ def test_all_ranks_are_told(answers: dict[str, Answer]) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path_costs_less_than_a_second(answers: dict[str, Answer], path: str) -> None:
+def test_every_path_costs_less_than_a_second(answers, path):
     assert answers[path].seconds < ANSWER_S
     assert len(answers[path].body) < LARGEST_BYTES
 
 
-def test_the_process_hardly_grows(answers: dict[str, Answer], grown: dict[str, int]) -> None:
+def test_the_process_hardly_grows(answers, grown):
     assert grown["bytes"] < GROWTH_BYTES

@@ -1,12 +1,9 @@
 """The page of a reducer's HTTP port: its files, what it may ask, and who may read the answers."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import socket
 from email.message import Message
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,9 +11,6 @@ from reducer.errors import ConfigError
 from reducer.monitoring import page
 from reducer.monitoring.http_port import HttpPort
 from tests.conftest import reducer_here
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
@@ -59,7 +53,7 @@ OUTSIDE = [
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[str]:
+def port():
     with reducer_here() as server:
         http_port = HttpPort("127.0.0.1:0")
         with http_port.serving(server.observer):
@@ -67,7 +61,7 @@ def port() -> Iterator[str]:
         http_port.close()
 
 
-def ask(port: str, path: str, **headers: str) -> tuple[int, Mapping[str, str], str]:
+def ask(port, path, **headers):
     """Return the status code, the headers and the body of an answer."""
     connection = http.client.HTTPConnection(port, timeout=10)
     try:
@@ -78,7 +72,7 @@ def ask(port: str, path: str, **headers: str) -> tuple[int, Mapping[str, str], s
         connection.close()
 
 
-def test_its_files_are_all_that_it_needs(port: str) -> None:
+def test_its_files_are_all_that_it_needs(port):
     code, headers, html = ask(port, "/")
     assert (code, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     needed = set(re.findall(r'(?:src|href)="([^"]+)"', html))
@@ -93,7 +87,7 @@ def test_its_files_are_all_that_it_needs(port: str) -> None:
     assert types["icon.svg"] == "image/svg+xml"
 
 
-def test_nothing_of_it_is_inline_nor_from_elsewhere(port: str) -> None:
+def test_nothing_of_it_is_inline_nor_from_elsewhere(port):
     html, script, style = (ask(port, path)[2] for path in ("/", "/page.js", "/page.css"))
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:|<script(?! src=)", html)
     for text in (html, script, style):
@@ -105,7 +99,7 @@ def test_nothing_of_it_is_inline_nor_from_elsewhere(port: str) -> None:
     assert "url(" not in style
 
 
-def test_a_page_may_ask_its_own_port_and_those_that_are_named(port: str) -> None:
+def test_a_page_may_ask_its_own_port_and_those_that_are_named(port):
     for path, asked in (
         ("/", "'self'"),
         ("/?x=1", "'self'"),
@@ -128,7 +122,7 @@ def test_a_page_may_ask_its_own_port_and_those_that_are_named(port: str) -> None
         *("%C3%A4:1", "a@b:1", "a%00:1", "a:%D9%A1"),
     ],
 )
-def test_what_is_no_address_is_refused_with_what_to_write(port: str, named: str) -> None:
+def test_what_is_no_address_is_refused_with_what_to_write(port, named):
     code, headers, said = ask(port, f"/?reducers={named}")
     assert code == 400
     assert "?reducers=HOST:PORT,HOST:PORT" in said
@@ -136,7 +130,7 @@ def test_what_is_no_address_is_refused_with_what_to_write(port: str, named: str)
     assert "X" not in headers
 
 
-def test_a_page_follows_so_many_at_most() -> None:
+def test_a_page_follows_so_many_at_most():
     ports = [f"a:{number}" for number in range(1, page.MAX_REDUCERS + 1)]
     assert page.reducers(f"reducers={','.join(ports)}") == ports
     with pytest.raises(ConfigError, match="64 reducers at most"):
@@ -144,7 +138,7 @@ def test_a_page_follows_so_many_at_most() -> None:
 
 
 @pytest.mark.parametrize("path", ["/status.json", "/history.json"])
-def test_pages_of_a_private_network_may_read(port: str, path: str) -> None:
+def test_pages_of_a_private_network_may_read(port, path):
     for origin in INSIDE:
         headers = ask(port, path, Origin=origin)[1]
         assert headers["Access-Control-Allow-Origin"] == origin
@@ -155,7 +149,7 @@ def test_pages_of_a_private_network_may_read(port: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("origin", OUTSIDE)
-def test_pages_of_the_internet_may_not(port: str, origin: str) -> None:
+def test_pages_of_the_internet_may_not(port, origin):
     assert not page.may_read(origin)
     if "\r" not in origin:  # which no client of ours sends
         assert "Access-Control-Allow-Origin" not in ask(port, "/status.json", Origin=origin)[1]
@@ -173,9 +167,7 @@ def test_pages_of_the_internet_may_not(port: str, origin: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("path", ["/", "/status.json"])
-def test_a_site_cannot_have_its_name_lead_to_this_port(
-    port: str, path: str, browser: dict[str, str]
-) -> None:
+def test_a_site_cannot_have_its_name_lead_to_this_port(port, path, browser):
     for host in ["evil.example", "evil.example.:9090", "localhost.evil.example", "a@b"]:
         code, headers, said = ask(port, path, Host=host, **browser)
         assert (code, headers["Content-Type"]) == (421, "text/plain; charset=utf-8")
@@ -187,13 +179,11 @@ def test_a_site_cannot_have_its_name_lead_to_this_port(
         assert ask(port, path, Host=host, **browser)[0] == 200
 
 
-def test_a_browser_calls_a_host_by_the_first_parts_of_its_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_browser_calls_a_host_by_the_first_parts_of_its_name(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "Reducer-0")
     monkeypatch.setattr(socket, "getfqdn", lambda host: f"{host}.reducer.jobs.example.edu")
 
-    def may_ask(host: str) -> bool:
+    def may_ask(host):
         headers = Message()
         headers["Host"], headers["accept-language"] = host, "en"
         return page.may_ask(headers)
@@ -206,14 +196,14 @@ def test_a_browser_calls_a_host_by_the_first_parts_of_its_name(
 
 
 @pytest.mark.parametrize("host", ["reducer-0.reducer.default:9090", "node1.hpc.example.edu", "a@b"])
-def test_programs_and_pages_of_a_private_network_use_any_name(port: str, host: str) -> None:
+def test_programs_and_pages_of_a_private_network_use_any_name(port, host):
     prometheus = {"User-Agent": "Prometheus/2.53.0", "Accept-Encoding": "gzip", "Accept": "*/*"}
     for headers in ({}, prometheus, {"Origin": "http://localhost:9090", "Accept-Language": "en"}):
         assert ask(port, "/status.json", Host=host, **headers)[0] == 200
 
 
-def test_nobody_is_asked_who_an_origin_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def resolve(host: str, *_: object) -> None:
+def test_nobody_is_asked_who_an_origin_is(monkeypatch):
+    def resolve(host, *_):
         raise AssertionError(host)
 
     monkeypatch.setattr("reducer.units.socket.getaddrinfo", resolve)
@@ -224,7 +214,7 @@ def test_nobody_is_asked_who_an_origin_is(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "path", ["/", "/?reducers=x", "/page.js", "/status.json", "/metrics", "/healthz", "/nothing"]
 )
-def test_every_answer_binds_the_browser(port: str, path: str) -> None:
+def test_every_answer_binds_the_browser(port, path):
     headers = ask(port, path)[1]
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["Referrer-Policy"] == "no-referrer"

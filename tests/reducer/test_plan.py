@@ -1,10 +1,7 @@
 """`reducer plan`: the seeds' examples, the formulas' corners, and what the command prints."""
 
-from __future__ import annotations
-
 import json
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -17,13 +14,10 @@ from reducer.planning import network_model, plan, vertex
 from reducer.wire.layout import SMALLEST_CHUNK, mixed_weights, shards
 from tests.commands import REDUCER, run_command
 
-if TYPE_CHECKING:
-    import subprocess
-
 LINKS = network_model.Network(100.0, 100.0)
 
 
-def reducer_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+def reducer_plan(*arguments):
     return run_command(*REDUCER, "plan", *arguments)
 
 
@@ -40,24 +34,24 @@ def reducer_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
         (2, 1, 100, 1),
     ],
 )
-def test_the_rule(workers: int, worker_gbps: float, reducer_gbps: float, needed: int) -> None:
+def test_the_rule(workers, worker_gbps, reducer_gbps, needed):
     assert plan.reducers_needed(workers, worker_gbps, reducer_gbps) == needed
 
 
 @given(st.integers(1, 500), st.integers(1, 400), st.integers(1, 400))
-def test_the_rule_gives_the_fewest(workers: int, worker: int, reducer: int) -> None:
+def test_the_rule_gives_the_fewest(workers, worker, reducer):
     needed = plan.reducers_needed(workers, worker, reducer)
     assert needed * reducer >= workers * worker > (needed - 1) * reducer
 
 
 @composite
-def pools(draw: st.DrawFn) -> tuple[int, int]:
+def pools(draw):
     workers = draw(st.integers(2, 64))
     return workers, draw(st.integers(1, workers - 1))
 
 
 @given(pools())
-def test_the_mixed_split_is_the_published_one(pool: tuple[int, int]) -> None:
+def test_the_mixed_split_is_the_published_one(pool):
     n, k = pool
     owned = network_model.shares(n, k, "mixed")
     whole = n * n + k * n - 2 * k
@@ -74,7 +68,7 @@ def test_the_mixed_split_is_the_published_one(pool: tuple[int, int]) -> None:
 
 
 @given(pools(), st.integers(1 << 20, 1 << 24))
-def test_the_split_is_the_one_that_buffers_are_cut_by(pool: tuple[int, int], nbytes: int) -> None:
+def test_the_split_is_the_one_that_buffers_are_cut_by(pool, nbytes):
     n, k = pool
     owned = network_model.shares(n, k, "mixed")
     for shard in shards(nbytes, mixed_weights(n, k), 0):
@@ -84,7 +78,7 @@ def test_the_split_is_the_one_that_buffers_are_cut_by(pool: tuple[int, int], nby
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 64])
-def test_corners_of_the_cards(n: int) -> None:
+def test_corners_of_the_cards(n):
     full = network_model.busiest_card_s(n, network_model.shares(n, n, "pool"), LINKS)
     assert full == pytest.approx(1 / 100)
     assert network_model.busiest_card_s(
@@ -102,21 +96,21 @@ def test_corners_of_the_cards(n: int) -> None:
     ) == pytest.approx(1 / 100)
 
 
-def test_large_buffers_take_what_the_cards_take() -> None:
+def test_large_buffers_take_what_the_cards_take():
     network = network_model.Network(1e9, 1e9, 1e-4)
     seconds = network_model.all_reduce_s(1e11, 8, 8, "pool", network)
     assert seconds == pytest.approx(100, rel=0.005)
     assert network_model.ring_s(1e11, 8, network) == pytest.approx(175, rel=0.005)
 
 
-def test_small_buffers_take_a_round_trip_and_no_more_than_a_ring() -> None:
+def test_small_buffers_take_a_round_trip_and_no_more_than_a_ring():
     network = network_model.Network(1e9, 1e9, 1e-3)
     assert network_model.all_reduce_s(64, 8, 8, "pool", network) == pytest.approx(1e-3, rel=0.01)
     assert network_model.ring_s(64, 8, network) == pytest.approx(7e-3, rel=0.01)
 
 
 @given(st.integers(2, 32), st.integers(1 << 10, 1 << 30))
-def test_more_reducers_never_slow_the_cards(workers: int, nbytes: int) -> None:
+def test_more_reducers_never_slow_the_cards(workers, nbytes):
     network = network_model.Network(1e8, 1e8)
     times = [
         network_model.busiest_card_s(workers, network_model.shares(workers, k, "pool"), network)
@@ -126,12 +120,12 @@ def test_more_reducers_never_slow_the_cards(workers: int, nbytes: int) -> None:
     assert times == sorted(times, reverse=True)
 
 
-def job(**others: float) -> plan.Job:
+def job(**others):
     values = {"workers": 4, "worker_gbps": 10.0, "reducer_gbps": 10.0, "nbytes": 512 << 20}
     return plan.Job(**{**values, **others})
 
 
-def test_steps_overlap_with_the_backward_pass() -> None:
+def test_steps_overlap_with_the_backward_pass():
     network = job().network
     all_s = network_model.all_reduce_s(512 << 20, 4, 4, "pool", network)
     long = job(backward_s=10.0, forward_s=3.0)
@@ -143,12 +137,12 @@ def test_steps_overlap_with_the_backward_pass() -> None:
     assert plan.step_s(short, all_s, last_s) == pytest.approx(0.01 + all_s)
 
 
-def test_buckets_are_those_of_the_hook() -> None:
+def test_buckets_are_those_of_the_hook():
     ddp = pytest.importorskip("worker_client.ddp", reason="needs torch")
     assert plan.BUCKET_BYTES == ddp.DEFAULT_BUCKET_CAP_MB << 20
 
 
-def test_rows_and_costs() -> None:
+def test_rows_and_costs():
     found = plan.plan(job(worker_cost=4.0, reducer_cost=0.5))
     assert [row.reducers for row in found.rows] == [0, 1, 2, 4]
     assert [row.topology for row in found.rows] == ["embedded", "mixed", "mixed", "pool"]
@@ -164,7 +158,7 @@ def test_rows_and_costs() -> None:
 
 
 @pytest.mark.parametrize("needed", [1, 2, 3, 4, 5, 16, 25])
-def test_default_sizes(needed: int) -> None:
+def test_default_sizes(needed):
     sizes = plan.default_sizes(needed)
     assert sizes == sorted(set(sizes))
     assert (sizes[0], sizes[-1]) == (0, needed)
@@ -182,12 +176,12 @@ def test_default_sizes(needed: int) -> None:
         ({"mtu": 52}, "mtu must be more than 52"),
     ],
 )
-def test_what_cannot_be_planned(wrong: dict[str, float], says: str) -> None:
+def test_what_cannot_be_planned(wrong, says):
     with pytest.raises(ConfigError, match=says):
         job(**wrong)
 
 
-def test_packets() -> None:
+def test_packets():
     assert network_model.payload_share(1500) == pytest.approx(0.957, abs=0.001)
     assert network_model.payload_share(8896) > 0.99
 
@@ -205,7 +199,7 @@ def test_packets() -> None:
         ((None, "1000", "fp8_e4m3"), 4 * 256),
     ],
 )
-def test_sizes_of_models(given: tuple[str | None, str | None, str], nbytes: int) -> None:
+def test_sizes_of_models(given, nbytes):
     assert plan_command.gradient_bytes(*given) == nbytes
 
 
@@ -218,7 +212,7 @@ def test_sizes_of_models(given: tuple[str | None, str | None, str], nbytes: int)
         ((None, "1M", "int4"), "dtype: 'int4' is none of fp32"),
     ],
 )
-def test_bad_sizes_of_models(arguments: tuple[str | None, str | None, str], says: str) -> None:
+def test_bad_sizes_of_models(arguments, says):
     with pytest.raises(ConfigError, match=says):
         plan_command.gradient_bytes(*arguments)
 
@@ -226,7 +220,7 @@ def test_bad_sizes_of_models(arguments: tuple[str | None, str | None, str], says
 @pytest.mark.parametrize(
     ("text", "value"), [("0", 0), ("200ms", 0.2), ("1.5s", 1.5), ("90 us", 9e-5), ("2", 2)]
 )
-def test_durations(text: str, value: float) -> None:
+def test_durations(text, value):
     assert plan_command.seconds("backward", text) == pytest.approx(value)
     with pytest.raises(ConfigError, match="backward: write a duration"):
         plan_command.seconds("backward", f"{text}x")
@@ -235,7 +229,7 @@ def test_durations(text: str, value: float) -> None:
 LINK = ("--worker-gbps", "100", "--reducer-gbps", "32")
 
 
-def test_the_command_prints_the_rule_and_a_table() -> None:
+def test_the_command_prints_the_rule_and_a_table():
     done = reducer_plan("--workers", "8", *LINK, "--backward", "200ms", "--reducer-cost", "0.5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("25 reducers: 8 x 100 Gbit/s / 32 Gbit/s\n")
@@ -244,7 +238,7 @@ def test_the_command_prints_the_rule_and_a_table() -> None:
     assert "hours gained per unit" in done.stdout
 
 
-def test_the_command_prints_json() -> None:
+def test_the_command_prints_json():
     done = reducer_plan("--workers", "5", *LINK, "--json", "--reducers", "8,16")
     found = json.loads(done.stdout)
     assert found["reducers_needed"] == 16
@@ -253,7 +247,7 @@ def test_the_command_prints_json() -> None:
     assert found["rows"][1]["all_reduce_s"] < found["ring_s"]
 
 
-def test_mistakes_are_one_sentence() -> None:
+def test_mistakes_are_one_sentence():
     for arguments in (("--reducers", "x"), ("--vertex",), ("--mtu", "1")):
         done = reducer_plan("--workers", "5", *LINK, *arguments)
         assert done.returncode == 2
@@ -264,7 +258,7 @@ def test_mistakes_are_one_sentence() -> None:
 MACHINES = ("--worker-machine", "n1-highmem-96", "--reducer-machine", "n1-highcpu-16")
 
 
-def test_a_job_of_vertex() -> None:
+def test_a_job_of_vertex():
     """The published example: 1 and 4 workers of 8 accelerators, 16 reducers."""
     given = ("--image", "r/i:1", "--accelerator", "NVIDIA_TESLA_V100:8", "--train", "t.py -e 3")
     done = reducer_plan("--workers", "5", *LINK, "--vertex", *MACHINES, *given)
@@ -287,7 +281,7 @@ def test_a_job_of_vertex() -> None:
     assert first["containerSpec"] == {"imageUri": "r/i:1", "command": command}
 
 
-def machines(**others: object) -> vertex.Machines:
+def machines(**others):
     values = {
         "workers": 2,
         "reducers": 2,
@@ -300,7 +294,7 @@ def machines(**others: object) -> vertex.Machines:
     return vertex.Machines(**{**values, **others})
 
 
-def test_pools_of_vertex() -> None:
+def test_pools_of_vertex():
     first, second, third = vertex.custom_job_spec(machines(workers=1, keys="/k"))["workerPoolSpecs"]
     assert second == {}
     assert third["containerSpec"]["imageUri"] == "ri"

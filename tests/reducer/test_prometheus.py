@@ -3,8 +3,6 @@
 Prometheus itself is Debian's package, and so is `promtool`; nothing here uses its service.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -15,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
@@ -24,13 +22,10 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.commands import Serving, free_ports, run_command, serving
+from tests.commands import free_ports, run_command, serving
 from tests.conftest import joined
 from tests.ranks import environments, ranks
 from tests.waits import eventually
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 yaml = pytest.importorskip("yaml", reason="needs the extra `dev`")
 
@@ -49,12 +44,12 @@ NAMED_S = 90.0  # a machine of two cores runs all of it
 LOOK_S = 0.2
 
 
-def queries() -> list[tuple[str, str]]:
+def queries():
     """Return every query of the dashboard, and the panel that it is of."""
     return [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
 
 
-def substituted(query: str, **others: str) -> str:
+def substituted(query, **others):
     """Return a query as Grafana sends it when all of each variable is chosen."""
     for name, value in {"__rate_interval": "15s", "instance": ".*", "job": ".*", **others}.items():
         query = query.replace(f"${name}", value)
@@ -65,7 +60,7 @@ def substituted(query: str, **others: str) -> str:
 # -- what needs no Prometheus ---------------------------------------------------------------------
 
 
-def test_every_metric_and_label_is_one_that_a_reducer_tells() -> None:
+def test_every_metric_and_label_is_one_that_a_reducer_tells():
     with (
         serving("--http", 0) as reducer,
         joined(2, servers=reducer.address, job="told") as clients,
@@ -91,12 +86,12 @@ def test_every_metric_and_label_is_one_that_a_reducer_tells() -> None:
         assert set(said) <= labels | OF_PROMETHEUS, query
 
 
-def _metrics(reducer: Serving) -> str:
+def _metrics(reducer):
     with urlopen(f"http://{reducer.http}/metrics", timeout=10) as answer:
         return str(answer.read().decode())
 
 
-def test_the_dashboard_can_be_imported_beside_others() -> None:
+def test_the_dashboard_can_be_imported_beside_others():
     every = DASHBOARD["panels"]
     assert len({panel["id"] for panel in every}) == len(every)
     assert "id" not in DASHBOARD  # that is another one in every Grafana
@@ -116,7 +111,7 @@ def test_the_dashboard_can_be_imported_beside_others() -> None:
             assert said <= {*VARIABLES, "__rate_interval"}
 
 
-def test_no_panel_lies_on_another() -> None:
+def test_no_panel_lies_on_another():
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     assert all(place["x"] + place["w"] <= 24 for place in places)
     for one, other in combinations(places, 2):
@@ -128,7 +123,7 @@ def test_no_panel_lies_on_another() -> None:
         ), (one, other)
 
 
-def test_every_alert_says_what_to_do_and_is_tested_both_ways() -> None:
+def test_every_alert_says_what_to_do_and_is_tested_both_ways():
     tests = yaml.safe_load(RULES_TESTS.read_text())["tests"]
     cases = [case for test in tests for case in test["alert_rule_test"]]
     for alert in ALERTS:
@@ -147,7 +142,7 @@ def test_every_alert_says_what_to_do_and_is_tested_both_ways() -> None:
     ],
     ids=["rules", "tests", "config"],
 )
-def test_promtool_accepts(arguments: tuple[str, str, Path]) -> None:
+def test_promtool_accepts(arguments):
     if not shutil.which("promtool"):
         pytest.skip("there is no `promtool`: make test-tools")
     done = run_command("promtool", *arguments)
@@ -166,7 +161,7 @@ class Prometheus(NamedTuple):
 
     address: str
 
-    def ask(self, path: str, **parameters: str) -> Any:
+    def ask(self, path, **parameters):
         """Return what a path of its API answers."""
         url = f"http://{self.address}/api/v1/{path}?{urlencode(parameters)}"
         with urlopen(url, timeout=10) as answer:
@@ -174,13 +169,13 @@ class Prometheus(NamedTuple):
         assert found["status"] == "success"
         return found["data"]
 
-    def query(self, query: str, **at: str) -> list[tuple[dict[str, str], float]]:
+    def query(self, query, **at):
         """Return the labels and the value of each series that a query has, now or at a `time`."""
         found = self.ask("query", query=query, **at)["result"]
         series = [(each["metric"], float(each["value"][1])) for each in found]
         return sorted(series, key=lambda one: sorted(one[0].items()))
 
-    def ready(self) -> bool:
+    def ready(self):
         """Whether it answers already."""
         try:
             with urlopen(f"http://{self.address}/-/ready", timeout=10) as answer:
@@ -188,14 +183,14 @@ class Prometheus(NamedTuple):
         except (URLError, ConnectionError):
             return False
 
-    def alerts(self, name: str) -> list[dict[str, str]]:
+    def alerts(self, name):
         """Return the labels of an alert, pending or firing, as often as it is either."""
         found = self.ask("alerts")["alerts"]
         return [each["labels"] for each in found if each["labels"]["alertname"] == name]
 
 
 @contextmanager
-def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
+def prometheus(folder, targets):
     """The Prometheus of `docker/prometheus`, with other targets, which looks every second."""
     config = yaml.safe_load(CONFIG.read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -227,13 +222,13 @@ def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
             process.kill()
 
 
-def in_time(condition: Callable[[], object]) -> None:
+def in_time(condition):
     """Wait until something is so, and leave the processors to others meanwhile."""
     eventually(lambda: condition() or time.sleep(LOOK_S), NAMED_S)
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, list[Serving]]]:
+def watched(tmp_path_factory):
     """A job with a rank that comes late, its two reducers, and a Prometheus that names it."""
     if not shutil.which("prometheus"):
         pytest.skip("there is no `prometheus`: make test-tools")
@@ -250,9 +245,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         yield its, pool
 
 
-def test_every_query_of_the_dashboard_has_an_answer(
-    watched: tuple[Prometheus, list[Serving]],
-) -> None:
+def test_every_query_of_the_dashboard_has_an_answer(watched):
     its, pool = watched
     addresses = sorted(reducer.http for reducer in pool)
     assert its.ask("label/instance/values", **{"match[]": "reducer_serving"}) == addresses
@@ -272,9 +265,9 @@ def test_every_query_of_the_dashboard_has_an_answer(
         assert all(math.isfinite(value) for _, value in of_all), title
 
 
-def test_what_the_dashboard_shows_is_so(watched: tuple[Prometheus, list[Serving]]) -> None:
+def test_what_the_dashboard_shows_is_so(watched):
     its, _ = watched
-    shown: dict[str, list[list[tuple[dict[str, str], float]]]] = {}
+    shown = {}
     for title, query in queries():
         shown.setdefault(title, []).append(its.query(substituted(query)))
     named, share = max(shown["Straggler now"][0], key=lambda one: one[1])
@@ -293,9 +286,7 @@ def test_what_the_dashboard_shows_is_so(watched: tuple[Prometheus, list[Serving]
     assert all(h <= r < most for h, r, most in zip(held, reserved, limit, strict=True))
 
 
-def test_the_alerts_are_evaluated_and_name_the_straggler(
-    watched: tuple[Prometheus, list[Serving]],
-) -> None:
+def test_the_alerts_are_evaluated_and_name_the_straggler(watched):
     its, pool = watched
     told = {"exported_job": "steps", "rank": f"{LATE_RANK}", "cause": "late"}
     in_time(lambda: any(told.items() <= alert.items() for alert in its.alerts("JobStraggler")))

@@ -1,7 +1,5 @@
 """A file of settings for `reducer serve`: what it may hold, what beats it, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -27,17 +25,17 @@ SCHEMA = ROOT / "docker" / "helm" / "reducer" / "values.schema.json"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     return tmp_path / "reducer.toml"
 
 
-def written(file: Path, text: str) -> dict[str, object]:
+def written(file, text):
     """Return the settings of a reducer whose file holds this text."""
     file.write_text(text)
     return reducer_config.load_with_file(config=str(file)).model_dump()
 
 
-def refused(file: Path, text: str | bytes) -> str:
+def refused(file, text):
     """Return why a file with this text is refused."""
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
@@ -65,17 +63,13 @@ def refused(file: Path, text: str | bytes) -> str:
         ('bind = "127.0.0.1:7"', "tcp://127.0.0.1:7"),
     ],
 )
-def test_values_have_the_types_of_toml_where_these_fit(
-    file: Path, line: str, value: object
-) -> None:
+def test_values_have_the_types_of_toml_where_these_fit(file, line, value):
     defaults = reducer_config.load().model_dump()
     name = line.partition(" ")[0]
     assert written(file, line) == {**defaults, "config": file, name: value}
 
 
-def test_options_beat_variables_which_beat_the_file_which_beats_defaults(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_beat_variables_which_beat_the_file_which_beats_defaults(file, monkeypatch):
     file.write_text("max_jobs = 1\nmax_ranks = 1\nthreads = 1\n")
     monkeypatch.setenv("REDUCTION_MAX_RANKS", "2")
     monkeypatch.setenv("reduction_threads", "2")  # variables are known in any case
@@ -84,9 +78,7 @@ def test_options_beat_variables_which_beat_the_file_which_beats_defaults(
     assert settings.max_connections == 8192
 
 
-def test_the_file_is_named_by_the_option_or_the_variable(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_named_by_the_option_or_the_variable(file, tmp_path, monkeypatch):
     file.write_text("max_jobs = 1")
     other = tmp_path / "other.toml"
     other.write_text("max_jobs = 2")
@@ -98,7 +90,7 @@ def test_the_file_is_named_by_the_option_or_the_variable(
     assert reducer_config.load_with_file().config is None
 
 
-def test_workers_and_what_they_host_read_none(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_and_what_they_host_read_none(file, monkeypatch):
     monkeypatch.setenv("REDUCTION_CONFIG", str(file))  # which is not there
     config.load()
     assert reducer_config.load().max_jobs == 256
@@ -128,15 +120,13 @@ def test_workers_and_what_they_host_read_none(file: Path, monkeypatch: pytest.Mo
         ('bind = "here"', "bind: write it as HOST:PORT"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said_with_its_name(file: Path, text: str, says: str) -> None:
+def test_what_is_wrong_in_a_file_is_said_with_its_name(file, text, says):
     said = refused(file, text)
     assert said.startswith(f"{file}: {says}")
     assert "\n" not in said
 
 
-def test_the_file_is_not_blamed_for_what_others_say(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_not_blamed_for_what_others_say(file, monkeypatch):
     monkeypatch.setenv("REDUCTION_THREADS", "none")
     said = refused(file, 'threads = 4\nio_threads = "few"').splitlines()
     assert said[0].startswith("threads: ")
@@ -151,14 +141,14 @@ def test_the_file_is_not_blamed_for_what_others_say(
         (b"threads = 1\n\nkeys = '\xff'\n\n", "line 3 has bytes that are no UTF-8"),
     ],
 )
-def test_what_is_no_toml_is_refused_with_the_line(file: Path, text: bytes, line: str) -> None:
+def test_what_is_no_toml_is_refused_with_the_line(file, text, line):
     said = refused(file, text)
     assert said.startswith(f"{file} is no TOML: ")
     assert line in said
     assert "\n" not in said
 
 
-def test_the_page_of_deployment_has_a_file_that_can_be_read(file: Path) -> None:
+def test_the_page_of_deployment_has_a_file_that_can_be_read(file):
     page = DEPLOYMENT.read_text()
     (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
     settings = written(file, example)
@@ -169,7 +159,7 @@ def test_the_page_of_deployment_has_a_file_that_can_be_read(file: Path) -> None:
     assert (settings["memory_limit"], settings["http"]) == (16 << 30, "127.0.0.1:9090")
 
 
-def test_the_command_reads_it_and_says_so(file: Path) -> None:
+def test_the_command_reads_it_and_says_so(file):
     file.write_text('max_jobs = 5\nbind = "here"\n')  # of which an option beats the second
     with serving(
         *("--config", file, "--log-format", "json"), stderr=subprocess.PIPE, env=bare_environment()
@@ -180,7 +170,7 @@ def test_the_command_reads_it_and_says_so(file: Path) -> None:
     assert '"max_jobs": 5' in settings
 
 
-def test_a_misspelt_variable_is_refused_by_the_command() -> None:
+def test_a_misspelt_variable_is_refused_by_the_command():
     done = run_command(
         *REDUCER, "serve", env=bare_environment(REDUCTION_MEMORY_LIMITS="8GiB"), timeout=60
     )
@@ -188,7 +178,7 @@ def test_a_misspelt_variable_is_refused_by_the_command() -> None:
     assert (done.returncode, done.stderr.strip()) == (2, f"reducer: {said}")
 
 
-def test_the_charts_schema_knows_the_settings() -> None:
+def test_the_charts_schema_knows_the_settings():
     schema = json.loads(SCHEMA.read_text())["properties"]
     apart = {"memory_limit", "threads"}  # are values of their own
     apart |= {"bind", "http", "keys", "insecure"}  # the chart decides

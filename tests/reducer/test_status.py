@@ -1,7 +1,5 @@
 """`reducer status` and `reducer top`, with real reducers and with ports that are none."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -9,7 +7,6 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -28,37 +25,34 @@ from reducer.commands.status import (
 from reducer.errors import ConfigError, ReducerLostError, RemoteProtocolError
 from reducer.monitoring import status
 from reducer.wire.messages import Straggler
-from tests.commands import REDUCER, Serving, run_command, serving
+from tests.commands import REDUCER, run_command, serving
 from tests.conftest import joined
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[list[Serving]]:
+def pool():
     with serving("--http", 0) as first, serving("--http", 0, "--threads", 2) as second:
         yield [first, second]
 
 
-def reducer(*arguments: str) -> subprocess.CompletedProcess[str]:
+def reducer(*arguments):
     return run_command(*REDUCER, *arguments)
 
 
 @contextmanager
-def answering(code: int, body: bytes) -> Iterator[str]:
+def answering(code, body):
     """A web server that is no reducer."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.send_response(code)
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *arguments: object) -> None:
+        def log_message(self, *arguments):
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
@@ -69,7 +63,7 @@ def answering(code: int, body: bytes) -> Iterator[str]:
         thread.join()
 
 
-def test_a_pool_and_its_jobs(pool: list[Serving]) -> None:
+def test_a_pool_and_its_jobs(pool):
     ports = ",".join(each.http for each in pool)
     servers = [each.address for each in pool]
     with joined(2, servers=servers, job="told") as clients:
@@ -89,7 +83,7 @@ def test_a_pool_and_its_jobs(pool: list[Serving]) -> None:
     assert [len(each["lanes"]) for each in found] == [1, 2]
 
 
-def test_top_tells_rates(pool: list[Serving]) -> None:
+def test_top_tells_rates(pool):
     with (
         joined(2, servers=[pool[0].address], job="busy") as clients,
         subprocess.Popen(
@@ -108,7 +102,7 @@ def test_top_tells_rates(pool: list[Serving]) -> None:
     assert "MB" in pictures.rpartition("Reducers")[2]
 
 
-def test_one_that_is_not_there_is_named_beside_the_others(pool: list[Serving]) -> None:
+def test_one_that_is_not_there_is_named_beside_the_others(pool):
     nobody = f"127.0.0.1:{free_port()}"
     done = reducer("status", f"{pool[0].http},{nobody}")
     assert done.returncode == 1
@@ -120,7 +114,7 @@ def test_one_that_is_not_there_is_named_beside_the_others(pool: list[Serving]) -
     assert set(found) == {"http", "error"}
 
 
-def test_the_workers_port_is_not_the_one(pool: list[Serving]) -> None:
+def test_the_workers_port_is_not_the_one(pool):
     with pytest.raises(RemoteProtocolError, match="name the port of --http, not the one that work"):
         read(pool[0].address)
 
@@ -136,16 +130,16 @@ def test_the_workers_port_is_not_the_one(pool: list[Serving]) -> None:
         (200, b" " * (5 << 20), "more than 4194304 bytes"),
     ],
 )
-def test_what_is_no_reducer(code: int, body: bytes, says: str) -> None:
+def test_what_is_no_reducer(code, body, says):
     with answering(code, body) as port, pytest.raises(RemoteProtocolError, match=says):
         read(port)
 
 
-def test_who_hangs_up_is_no_reducer() -> None:
+def test_who_hangs_up_is_no_reducer():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = f"127.0.0.1:{listening.getsockname()[1]}"
 
-        def hang_up() -> None:
+        def hang_up():
             listening.accept()[0].close()
 
         thread = threading.Thread(target=hang_up)
@@ -155,7 +149,7 @@ def test_who_hangs_up_is_no_reducer() -> None:
         thread.join()
 
 
-def test_nobody_there() -> None:
+def test_nobody_there():
     with pytest.raises(ReducerLostError, match="is no known host"):
         read("no-such-host.invalid:1")
     with pytest.raises(ReducerLostError, match="nothing listens"):
@@ -163,19 +157,19 @@ def test_nobody_there() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " , ", "host", "a:1,b", "http://a:1"])
-def test_bad_addresses(text: str) -> None:
+def test_bad_addresses(text):
     with pytest.raises(ConfigError, match="HOST:PORT"):
         addresses(text)
 
 
-def test_a_wrong_command_has_an_exit_code_of_its_own() -> None:
+def test_a_wrong_command_has_an_exit_code_of_its_own():
     done = reducer("status", "host")
     assert done.returncode == 2
     assert "HOST:PORT" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_addresses() -> None:
+def test_addresses():
     assert addresses("a:1, 9090,[::1]:2") == ["a:1", "127.0.0.1:9090", "[::1]:2"]
 
 
@@ -188,20 +182,20 @@ STATUS = status.ReducerStatus(
 )
 
 
-def shown(found: list[Found], rates: dict[str, Rates] | None = None) -> str:
+def shown(found, rates=None):
     console = Console(width=200)
     with console.capture() as capture:
         console.print(render(found, rates))
     return capture.get()
 
 
-def test_json_there_and_back() -> None:
+def test_json_there_and_back():
     assert status.load(status.dump(STATUS)) == STATUS
     later = json.loads(status.dump(STATUS)) | {"what_a_later_version_adds": 1}
     assert status.load(json.dumps(later).encode()) == STATUS
 
 
-def test_rates() -> None:
+def test_rates():
     later = replace(STATUS, uptime_s=12.0, counters={**COUNTERS, "bytes_in": 10_004_000})
     before, after = [Found("a:1", STATUS, None)], [Found("a:1", later, None)]
     assert rates_between(before, after) == {"a:1": Rates(0.0, 5e6, 0.0)}
@@ -211,7 +205,7 @@ def test_rates() -> None:
     assert rates_between([Found("a:1", None, None)], after) == {}
 
 
-def test_the_rank_that_most_reducers_name_is_shown() -> None:
+def test_the_rank_that_most_reducers_name_is_shown():
     one, other = Straggler(3, "late", 0.9, 0.042), None
     third = Straggler(1, "slow", 1.0, 0.5)
     told = [one, other, replace(one, share=0.91), third]
@@ -222,14 +216,14 @@ def test_the_rank_that_most_reducers_name_is_shown() -> None:
     assert "rank 1" not in text
 
 
-def test_what_a_reducer_says_does_nothing_to_the_terminal() -> None:
+def test_what_a_reducer_says_does_nothing_to_the_terminal():
     odd = replace(STATUS, jobs=(replace(JOB, name="x\x1b]0;y\x07[red]", ranks_absent="\x9b3"),))
     text = shown([Found("a:1", odd, None)])
     assert "\\x1b]0;y\\x07[red]" in text
     assert not any(each in text for each in "\x1b\x07\x9b")
 
 
-def test_a_job_of_several_reducers_is_one_row() -> None:
+def test_a_job_of_several_reducers_is_one_row():
     other = replace(STATUS, jobs=(replace(JOB, present=2, ranks_absent="2-3"),))
     found = [Found("a:1", STATUS, None), Found("b:1", other, None), Found("c:1", None, None)]
     rows = [line for line in shown(found).splitlines() if line.strip().startswith("job ")]
@@ -239,7 +233,7 @@ def test_a_job_of_several_reducers_is_one_row() -> None:
     assert len(rows) == 2  # heading and job
 
 
-def test_very_many_jobs_are_cut() -> None:
+def test_very_many_jobs_are_cut():
     jobs = tuple(replace(JOB, name=f"job-{number}") for number in range(100))
     text = shown([Found("a:1", replace(STATUS, jobs=jobs, jobs_total=1000), None)])
     assert text.count("job-") == 40
@@ -250,11 +244,11 @@ def test_very_many_jobs_are_cut() -> None:
     ("nbytes", "text"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (168_123_456, "168 MB"), (8.59e9, "8.59 GB")],
 )
-def test_sizes(nbytes: float, text: str) -> None:
+def test_sizes(nbytes, text):
     assert size(nbytes) == text
 
 
-def test_many_are_read_at_once(pool: list[Serving]) -> None:
+def test_many_are_read_at_once(pool):
     found = read_all([one.http for one in pool] * 20)  # each has room for 16 at once
     assert len(found) == 40
     assert all(each.status for each in found)

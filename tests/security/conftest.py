@@ -1,10 +1,7 @@
 """Pools with keys, in this process or one of their own, and one for whoever comes."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,21 +12,13 @@ from reducer.runtime.keyring import Keyring
 from tests.conftest import joined, reducer_here
 from tests.integration.calls import all_reduce
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from reducer.engine.rounds import Counters
-    from reducer.server import Server
-    from worker_client.client.client import Client
-
 WAIT_S = 100.0  # far more than anything takes, unless the machine is very busy
 SHORT = ("--handshake-timeout", "500ms", "--memory-limit", "256MiB", "--max-jobs", "8")
 HONEST = {"job": "honest", "window_bytes": "4MiB", "chunk_bytes": "64KiB"}
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path):
     """Keys of a pool and of two jobs."""
     keygen(tmp_path / "keys", ["one", "two"])
     return tmp_path / "keys"
@@ -43,30 +32,30 @@ class Pool:
         address: of the reducer.
     """
 
-    def __init__(self, server: Server, home: Path) -> None:
+    def __init__(self, server, home):
         self._server = server
         self._stack = ExitStack()
         self.home = home
         self.address = server.address
 
     @property
-    def counters(self) -> Counters:
+    def counters(self):
         return self._server.counters
 
     @property
-    def members(self) -> dict[str, int]:
+    def members(self):
         """Number of members by job."""
         return {
             job.name: len(job.members) for lane in self._server._lanes for job in lane.engine.jobs
         }
 
-    def join(self, key: str, world_size: int = 2, **arguments: Any) -> list[Client]:
+    def join(self, key, world_size=2, **arguments):
         """All ranks of a job as clients that have the keys of `key`."""
         keys = self.home / "jobs" / key
         arguments = {"servers": self.address, "keys": keys, "job": key, **arguments}
         return self._stack.enter_context(joined(world_size, **arguments))
 
-    def allow(self, *jobs: str, extra: str = "") -> None:
+    def allow(self, *jobs, extra=""):
         """Leave only the lines of these jobs on the allow-list, and add some text."""
         path = self.home / "pool" / "allowed"
         if not (lines := getattr(self, "_lines", None)):
@@ -75,20 +64,20 @@ class Pool:
         path.with_suffix(".new").write_text("\n".join(kept) + "\n" + extra)
         path.with_suffix(".new").replace(path)
 
-    def close(self) -> None:
+    def close(self):
         self._stack.close()
         self._server.stop()
 
 
 @pytest.fixture
-def pool(impl: str, home: Path) -> Iterator[Pool]:
+def pool(impl, home):
     keys = Keyring.load(home / "pool")
     with reducer_here(keys, impl=impl) as server, closing(Pool(server, home)) as pool:
         yield pool
 
 
 @contextmanager
-def busy(clients: list[Client]) -> Iterator[list[int]]:
+def busy(clients):
     """Make all-reduces without end meanwhile; none may fail, each must be exact.
 
     Yields:
@@ -96,7 +85,7 @@ def busy(clients: list[Client]) -> Iterator[list[int]]:
     """
     stop, made, failure = threading.Event(), [0], []
 
-    def run() -> None:
+    def run():
         try:
             while not stop.is_set():
                 all_reduce(clients)
@@ -114,7 +103,7 @@ def busy(clients: list[Client]) -> Iterator[list[int]]:
     assert not failure, failure
 
 
-def reduces(clients: list[Client]) -> bool:
+def reduces(clients):
     """Whether an all-reduce of a job gives every rank the sum of what all gave."""
     n = len(clients)
     given = np.arange(1 << 16, dtype=np.float32)
@@ -128,7 +117,7 @@ def reduces(clients: list[Client]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def reducer(impl: str) -> Iterator[company.Reducer]:
+def reducer(impl):
     """A reducer process that has little patience and little memory."""
     del impl  # is in the environment
     with company.reducer(*SHORT) as running:
@@ -136,7 +125,7 @@ def reducer(impl: str) -> Iterator[company.Reducer]:
 
 
 @pytest.fixture
-def honest(reducer: company.Reducer) -> Iterator[list[Client]]:
+def honest(reducer):
     """Two ranks of a job that keeps the rules."""
     with joined(2, servers=[reducer.address], **HONEST) as clients:
         assert reduces(clients)

@@ -1,7 +1,5 @@
 """Reducers that ranks host admit the ranks of their job alone, and encrypt if they are told to."""
 
-from __future__ import annotations
-
 import pytest
 
 from reducer.errors import ConfigError
@@ -38,14 +36,14 @@ client.shutdown()
 """
 
 
-def outputs(world_size: int, **settings: str) -> list[str]:
+def outputs(world_size, **settings):
     """What every rank prints."""
     with ranks(environments(world_size, **settings), "-c", RANK) as job:
         return job.outputs(150)
 
 
 @pytest.fixture
-def exposed() -> dict[str, str]:
+def exposed():
     """What makes embedded reducers listen beyond this machine."""
     there = [its[0] for name, its in addresses().items() if name != "lo"]
     if not there:
@@ -53,20 +51,20 @@ def exposed() -> dict[str, str]:
     return {"REDUCTION_INTERFACE": there[0]}
 
 
-def test_strangers_are_refused_and_nothing_is_encrypted(exposed: dict[str, str]) -> None:
+def test_strangers_are_refused_and_nothing_is_encrypted(exposed):
     said = outputs(2, **exposed, REDUCTION_THREADS="2")
     assert said == ["NULL NULL\nrefused: whose secret\n"] * 2
 
 
-def test_on_one_machine_too() -> None:
+def test_on_one_machine_too():
     assert outputs(2) == ["NULL NULL\nrefused: whose secret\n"] * 2
 
 
-def test_everything_is_encrypted_if_asked_for(exposed: dict[str, str]) -> None:
+def test_everything_is_encrypted_if_asked_for(exposed):
     said = outputs(2, **exposed, REDUCTION_THREADS="2", REDUCTION_ENCRYPT="1")
     assert said == ["CURVE CURVE\nrefused: demands a key\n"] * 2
 
 
-def test_a_pool_encrypts_by_its_keys_alone() -> None:
+def test_a_pool_encrypts_by_its_keys_alone():
     with pytest.raises(ConfigError, match="set REDUCTION_KEYS"):
         connect(servers="127.0.0.1:1", rank=0, world_size=1, encrypt=True)

@@ -1,7 +1,5 @@
 """Keys in files: what `reducer keygen` writes, what is refused, and what is noticed of a change."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -29,7 +27,7 @@ from worker_client.runtime import credentials as worker_keys
 A, B = (make_pair().public for _ in range(2))
 
 
-def files(home: Path) -> dict[str, str]:
+def files(home):
     return {
         str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()
     }
@@ -38,11 +36,11 @@ def files(home: Path) -> dict[str, str]:
 # -- reducer keygen -------------------------------------------------------------------------------
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+def command(*arguments):
     return run_command(*REDUCER, "keygen", *arguments)
 
 
-def test_the_command_makes_what_each_needs_and_nobody_else_may_read_it(tmp_path: Path) -> None:
+def test_the_command_makes_what_each_needs_and_nobody_else_may_read_it(tmp_path):
     home = tmp_path / "new" / "keys"
     done = command(home, "--job", "a", "--job", "b_1")
     assert done.returncode == 0, done.stderr
@@ -66,7 +64,7 @@ def test_the_command_makes_what_each_needs_and_nobody_else_may_read_it(tmp_path:
     assert made["jobs/a/pool.public"] == made["pool/pool.public"]
 
 
-def test_one_job_by_default_and_another_one_later(tmp_path: Path) -> None:
+def test_one_job_by_default_and_another_one_later(tmp_path):
     assert command(tmp_path).returncode == 0
     before = files(tmp_path)
     assert set(before) >= {"jobs/default/job.secret"}
@@ -83,7 +81,7 @@ def test_one_job_by_default_and_another_one_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jobs", [("one",), ("new", "one")])
-def test_nothing_is_overwritten(home: Path, jobs: tuple[str, ...]) -> None:
+def test_nothing_is_overwritten(home, jobs):
     before = files(home)
     arguments = [part for job in jobs for part in ("--job", job)]
     done = command(home, *arguments)
@@ -93,13 +91,13 @@ def test_nothing_is_overwritten(home: Path, jobs: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("job", ["", "a/b", "a.b", "..", "a~b", "-a", "a b", "ä", "x" * 49, "*"])
-def test_names_that_no_key_is_bound_to(tmp_path: Path, job: str) -> None:
+def test_names_that_no_key_is_bound_to(tmp_path, job):
     with pytest.raises(ConfigError, match="a job's name has letters"):
         keygen(tmp_path / "keys", [job])
     assert not (tmp_path / "keys").exists()
 
 
-def test_new_keys_for_a_job_stand_beside_the_old_ones(home: Path) -> None:
+def test_new_keys_for_a_job_stand_beside_the_old_ones(home):
     before = files(home)
     keygen(home, ["one"], rotate=True)
     after = files(home)
@@ -112,7 +110,7 @@ def test_new_keys_for_a_job_stand_beside_the_old_ones(home: Path) -> None:
 # -- what is read ---------------------------------------------------------------------------------
 
 
-def test_an_allow_list() -> None:
+def test_an_allow_list():
     allowed = allow_list.parse(f"# a comment\n\none {A}\ntwo,three_3   {B}\n  four {B}\n")
     assert len(allowed) == 2
     assert allowed.knows(A)
@@ -139,13 +137,13 @@ def test_an_allow_list() -> None:
 @pytest.mark.parametrize(
     "line", ["KEY", "oneKEY", "one KEYx", "one ", "a.b KEY", "a, KEY", "a/* KEY", "one KEY two"]
 )
-def test_a_line_that_is_wrong_is_named_without_its_key(line: str) -> None:
+def test_a_line_that_is_wrong_is_named_without_its_key(line):
     with pytest.raises(ConfigError, match=r"^line 2 of the allow-list is wrong: write") as error:
         allow_list.parse(f"one {B}\n{line.replace('KEY', A)}\n")
     assert A not in str(error.value)
 
 
-def test_whose_a_name_is() -> None:
+def test_whose_a_name_is():
     for name in ("a", "a/b", "a.b/c", "a~b.c", "a/"):
         assert owner(name) == "a"
     assert owner("a-b_c") == "a-b_c"
@@ -154,7 +152,7 @@ def test_whose_a_name_is() -> None:
     assert not is_owner("")
 
 
-def test_nothing_of_a_key_shows_by_accident(home: Path) -> None:
+def test_nothing_of_a_key_shows_by_accident(home):
     ours = worker_keys.load(home / "jobs" / "one")
     shown = repr([KeyPair("public", "secret"), ours, ours.pool, Keyring.load(home / "pool")])
     for text in files(home).values():
@@ -164,7 +162,7 @@ def test_nothing_of_a_key_shows_by_accident(home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pool.secret", "pool.public", "allowed"])
-def test_what_a_pool_lacks_is_named(home: Path, name: str) -> None:
+def test_what_a_pool_lacks_is_named(home, name):
     (home / "pool" / name).unlink()
     said = rf"there is no {name} in {home}/pool \(REDUCTION_KEYS, or --keys .*run `reducer keygen"
     with pytest.raises(ConfigError, match=said):
@@ -172,7 +170,7 @@ def test_what_a_pool_lacks_is_named(home: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["job.secret", "pool.public", "job.name"])
-def test_what_a_worker_lacks_is_named(home: Path, name: str) -> None:
+def test_what_a_worker_lacks_is_named(home, name):
     (home / "jobs" / "one" / name).write_text("nonsense!")
     with pytest.raises(ConfigError, match=f"/{name} (holds no key|must hold)"):
         worker_keys.load(home / "jobs" / "one")
@@ -183,9 +181,7 @@ def test_what_a_worker_lacks_is_named(home: Path, name: str) -> None:
         worker_keys.load(one)
 
 
-def test_a_directory_that_is_not_there_is_named(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_is_not_there_is_named(home, monkeypatch):
     monkeypatch.chdir(home)
     for load in (worker_keys.load, Keyring.load):
         with pytest.raises(ConfigError, match=rf"there is no directory {home}/nosuch \(REDUCTION"):
@@ -194,7 +190,7 @@ def test_a_directory_that_is_not_there_is_named(
             load(Path())
 
 
-def test_the_directory_above_is_a_common_mistake(home: Path) -> None:
+def test_the_directory_above_is_a_common_mistake(home):
     with pytest.raises(ConfigError, match=r"give a pool .*/keys/pool, and a job's workers"):
         Keyring.load(home)
     with pytest.raises(ConfigError, match=r"give a pool .*/keys/pool, and a job's workers"):
@@ -204,7 +200,7 @@ def test_the_directory_above_is_a_common_mistake(home: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "who"), [(0o022, "anybody on this machine"), (0o020, "its group")]
 )
-def test_what_others_can_change_is_refused(home: Path, mode: int, who: str) -> None:
+def test_what_others_can_change_is_refused(home, mode, who):
     pool = home / "pool"
     (pool / "allowed").chmod(0o600 | mode)
     with pytest.raises(ConfigError, match=rf"^{who} can change .*/allowed: run chmod"):
@@ -215,9 +211,7 @@ def test_what_others_can_change_is_refused(home: Path, mode: int, who: str) -> N
         Keyring.load(pool)
 
 
-def test_a_secret_that_anybody_can_read_is_said(
-    home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_secret_that_anybody_can_read_is_said(home, caplog):
     secret = home / "jobs" / "one" / "job.secret"
     secret.chmod(0o640)
     (home / "jobs" / "one" / "pool.public").chmod(0o644)
@@ -229,7 +223,7 @@ def test_a_secret_that_anybody_can_read_is_said(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_secret_that_cannot_be_read(home: Path) -> None:
+def test_a_secret_that_cannot_be_read(home):
     (home / "pool" / "pool.secret").chmod(0)
     with pytest.raises(ConfigError, match="defaultMode: 0440"):
         Keyring.load(home / "pool")
@@ -241,11 +235,11 @@ def test_a_secret_that_cannot_be_read(home: Path) -> None:
 class Clock:
     """Looks at the file as time passes."""
 
-    def __init__(self, keyring: Keyring) -> None:
+    def __init__(self, keyring):
         self.keyring = keyring
         self.now = 0.0
 
-    def looks(self, times: int = 2) -> int:
+    def looks(self, times=2):
         """Look, and return how many keys are allowed then."""
         for _ in range(times):
             self.now += LOOK_S
@@ -253,7 +247,7 @@ class Clock:
         return len(allowed)
 
 
-def test_a_change_is_noticed_once_it_stays(home: Path) -> None:
+def test_a_change_is_noticed_once_it_stays(home):
     path = home / "pool" / "allowed"
     clock = Clock(Keyring.load(home / "pool"))
     first = clock.keyring.allowed
@@ -267,7 +261,7 @@ def test_a_change_is_noticed_once_it_stays(home: Path) -> None:
     assert clock.looks() == 0
 
 
-def test_what_is_wrong_changes_nothing(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_wrong_changes_nothing(home, caplog):
     path = home / "pool" / "allowed"
     clock = Clock(Keyring.load(home / "pool"))
     text = path.read_text()
@@ -282,9 +276,7 @@ def test_what_is_wrong_changes_nothing(home: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "large"])
-def test_what_is_no_file_of_keys_holds_up_nobody(
-    home: Path, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_what_is_no_file_of_keys_holds_up_nobody(home, caplog, kind):
     ring = Keyring.load(home / "pool")
     before = ring.allowed
     allowed = home / "pool" / "allowed"
@@ -301,7 +293,7 @@ def test_what_is_no_file_of_keys_holds_up_nobody(
     assert "the earlier one holds" in caplog.text
 
 
-def test_a_signal_has_it_read_whatever_it_looks_like(home: Path) -> None:
+def test_a_signal_has_it_read_whatever_it_looks_like(home):
     path = home / "pool" / "allowed"
     before, text = path.stat(), path.read_text()
     with serving("--keys", home / "pool") as (process, address, _):
@@ -311,7 +303,7 @@ def test_a_signal_has_it_read_whatever_it_looks_like(home: Path) -> None:
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         process.send_signal(signal.SIGHUP)
 
-        def refused() -> bool:
+        def refused():
             try:
                 connect(**keys).shutdown()
             except AuthError:
@@ -323,7 +315,7 @@ def test_a_signal_has_it_read_whatever_it_looks_like(home: Path) -> None:
         assert process.wait(10) == 0
 
 
-def mount(secret: Path, source: Path, version: str) -> None:
+def mount(secret, source, version):
     """Show a directory's files as Kubernetes does: links through ``..data``, swapped at once."""
     shutil.copytree(source, secret / version)
     for path in (secret / version).iterdir():
@@ -334,9 +326,7 @@ def mount(secret: Path, source: Path, version: str) -> None:
     (secret / "..new").replace(secret / "..data")
 
 
-def test_a_mounted_secret_is_read_as_it_is(
-    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mounted_secret_is_read_as_it_is(home, tmp_path, caplog):
     pool, job = tmp_path / "mounted-pool", tmp_path / "mounted-job"
     for secret, source in ((pool, home / "pool"), (job, home / "jobs" / "one")):
         secret.mkdir()
@@ -355,9 +345,7 @@ def test_a_mounted_secret_is_read_as_it_is(
 # -- what is said ---------------------------------------------------------------------------------
 
 
-def test_beyond_this_machine_with_keys_or_without_caution(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_this_machine_with_keys_or_without_caution(home, monkeypatch):
     for bind in ("tcp://0.0.0.0:0", "tcp://192.0.2.7:5555"):
         with pytest.raises(ConfigError, match=r"pass --keys .* or pass --insecure"):
             config.load(bind=bind)
@@ -367,7 +355,7 @@ def test_beyond_this_machine_with_keys_or_without_caution(
     assert config.load(bind="tcp://0.0.0.0:0").keys == home / "pool"
 
 
-def test_no_log_has_a_key(home: Path, tmp_path: Path) -> None:
+def test_no_log_has_a_key(home, tmp_path):
     keygen(tmp_path / "other", ["one"])
     stranger = tmp_path / "other" / "jobs" / "one"
     (stranger / "pool.public").write_text((home / "pool" / "pool.public").read_text())
@@ -378,7 +366,7 @@ def test_no_log_has_a_key(home: Path, tmp_path: Path) -> None:
     options = ("--keys", home / "pool", "--log-level", "debug")
     with serving(*options, stderr=subprocess.PIPE) as (process, address, _):
 
-        def join(directory: Path | None, job: str) -> None:
+        def join(directory, job):
             connect(servers=address, rank=0, world_size=1, keys=directory, job=job).shutdown()
 
         for directory, job in itertools.product(

@@ -1,12 +1,9 @@
 """A pool with keys: who gets in, what others cannot reach, and what a refused worker hears."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from reducer.errors import (
     AuthError,
     ConfigError,
     MembershipError,
-    ReductionError,
     RemoteProtocolError,
 )
 from reducer.runtime.keyring import Keyring
@@ -32,16 +28,10 @@ from tests.security.conftest import WAIT_S, busy, reduces
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.security.conftest import Pool
-
 M = MessageType
 
 
-def refusal(pool: Pool, **arguments: object) -> str:
+def refusal(pool, **arguments):
     """What a worker hears that is refused; at once, not when it has waited long enough."""
     with pytest.raises(AuthError) as error:
         connect(
@@ -54,7 +44,7 @@ def refusal(pool: Pool, **arguments: object) -> str:
     return str(error.value)
 
 
-def test_jobs_with_keys_of_their_own_share_a_pool(pool: Pool) -> None:
+def test_jobs_with_keys_of_their_own_share_a_pool(pool):
     one, two = pool.join("one"), pool.join("two", 3)
     for _ in range(5):
         all_reduce(one)
@@ -66,7 +56,7 @@ def test_jobs_with_keys_of_their_own_share_a_pool(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("job", ["two", "two/named", "two.1", "two~0", "onetwo", "default", "ONE"])
-def test_a_key_is_for_one_job(pool: Pool, job: str) -> None:
+def test_a_key_is_for_one_job(pool, job):
     with busy(pool.join("two")):
         said = refusal(pool, keys=pool.home / "jobs" / "one", job=job)
     assert "is for job one" in said
@@ -75,18 +65,18 @@ def test_a_key_is_for_one_job(pool: Pool, job: str) -> None:
 
 
 @pytest.mark.parametrize("job", ["one", "one/a run", "one.3", "one~0123", "one/two"])
-def test_a_key_is_for_all_names_that_begin_with_its_job(pool: Pool, job: str) -> None:
+def test_a_key_is_for_all_names_that_begin_with_its_job(pool, job):
     all_reduce(pool.join("one", job=job))
     assert set(pool.members) == {job}
 
 
-def test_without_a_key(pool: Pool) -> None:
+def test_without_a_key(pool):
     with busy(pool.join("one")):
         assert "this worker has none: set REDUCTION_KEYS" in refusal(pool)
         eventually(lambda: pool.counters.unauthenticated >= 1)
 
 
-def test_with_a_key_that_nobody_allowed(pool: Pool, tmp_path: Path) -> None:
+def test_with_a_key_that_nobody_allowed(pool, tmp_path):
     keygen(tmp_path / "other", ["one"])
     stranger = tmp_path / "other" / "jobs" / "one"
     with busy(pool.join("one")):
@@ -97,7 +87,7 @@ def test_with_a_key_that_nobody_allowed(pool: Pool, tmp_path: Path) -> None:
         eventually(lambda: pool.counters.unauthenticated >= 2)
 
 
-def test_with_a_key_where_the_pool_has_none(impl: str, home: Path) -> None:
+def test_with_a_key_where_the_pool_has_none(impl, home):
     with local_pool(1) as servers, pytest.raises(AuthError, match="has no keys, and this worker"):
         connect(
             servers=servers,
@@ -108,7 +98,7 @@ def test_with_a_key_where_the_pool_has_none(impl: str, home: Path) -> None:
         )
 
 
-def test_many_refusals_are_one_line(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_refusals_are_one_line(pool, caplog):
     host, port = pool.address.split(":")
     begun = time.monotonic()
     for _ in range(30):
@@ -128,13 +118,13 @@ def test_many_refusals_are_one_line(pool: Pool, caplog: pytest.LogCaptureFixture
 class Tenant:
     """What a job with a key can say if it keeps to no rule."""
 
-    def __init__(self, pool: Pool, job: str) -> None:
+    def __init__(self, pool, job):
         self._context = zmq.Context()
         self._address = f"tcp://{pool.address}"
         self._files = pool.home / "jobs" / job
         self.connect()
 
-    def connect(self) -> None:
+    def connect(self):
         """Come as somebody new; who was found out is not heard any more."""
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
@@ -144,14 +134,14 @@ class Tenant:
         self.socket.curve_publickey = zmq.curve_public(secret)
         self.socket.connect(self._address)
 
-    def leave(self) -> None:
+    def leave(self):
         """Go, having heard nothing of others."""
         while self.socket.poll(0):
             said, *_ = self.socket.recv_multipart()
             assert Header.unpack(said).type is M.PING
         self.socket.close()
 
-    def says(self, header: Header, payload: bytes) -> ReductionError | None:
+    def says(self, header, payload):
         """Say something; return the error that is answered, None of a WELCOME."""
         self.socket.send_multipart([header.pack(), payload])
         while True:
@@ -161,24 +151,24 @@ class Tenant:
             if Header.unpack(frame).type is M.ERROR:
                 return decode_error(body[0])
 
-    def close(self) -> None:
+    def close(self):
         self._context.destroy(linger=0)
 
 
 @pytest.fixture
-def tenant(pool: Pool) -> Iterator[Tenant]:
+def tenant(pool):
     tenant = Tenant(pool, "two")
     yield tenant
     tenant.close()
 
 
-def hello(job: str, *, claims: str | None = None, **change: int) -> tuple[Header, bytes]:
+def hello(job, *, claims=None, **change):
     """A HELLO whose body names a job, and whose header perhaps another one."""
     header = Header(M.HELLO, job=fingerprint(claims or job), window=1 << 20)._replace(**change)
     return header, encode(Hello(job=job, world_size=2, reducers=1, reducer_index=0))
 
 
-def test_a_tenant_cannot_speak_for_another_job(pool: Pool, tenant: Tenant) -> None:
+def test_a_tenant_cannot_speak_for_another_job(pool, tenant):
     victims = pool.join("one")
     with busy(victims) as made:
         for rank in range(3):
@@ -221,7 +211,7 @@ def test_a_tenant_cannot_speak_for_another_job(pool: Pool, tenant: Tenant) -> No
         eventually(lambda: made[0] > count + 20)
 
 
-def test_a_connection_without_curve_reaches_nobody(pool: Pool) -> None:
+def test_a_connection_without_curve_reaches_nobody(pool):
     with busy(pool.join("one")), zmq.Context() as context, context.socket(zmq.DEALER) as plain:
         plain.linger = 0
         plain.connect(f"tcp://{pool.address}")
@@ -233,7 +223,7 @@ def test_a_connection_without_curve_reaches_nobody(pool: Pool) -> None:
 # -- revocation and rotation ----------------------------------------------------------------------
 
 
-def test_a_revoked_key_is_out_at_once(pool: Pool) -> None:
+def test_a_revoked_key_is_out_at_once(pool):
     kept, revoked = pool.join("one"), pool.join("two")
     with busy(kept) as made:
         all_reduce(revoked)
@@ -252,7 +242,7 @@ def test_a_revoked_key_is_out_at_once(pool: Pool) -> None:
     all_reduce(kept)
 
 
-def test_a_worker_in_the_middle_of_an_all_reduce_hears_that_its_key_is_revoked(pool: Pool) -> None:
+def test_a_worker_in_the_middle_of_an_all_reduce_hears_that_its_key_is_revoked(pool):
     one, two = pool.join("one"), pool.join("two")
     waiting = [one[0].all_reduce(ones()), two[0].all_reduce(ones())]
     pool.allow("one")
@@ -263,7 +253,7 @@ def test_a_worker_in_the_middle_of_an_all_reduce_hears_that_its_key_is_revoked(p
     assert (waiting[0].wait(10) == 2).all()
 
 
-def admitted(pool: Pool, keys: Path) -> bool:
+def admitted(pool, keys):
     job = f"{keys.name}/a look"
     try:
         connect(servers=pool.address, rank=0, world_size=1, keys=keys, job=job).shutdown()
@@ -272,7 +262,7 @@ def admitted(pool: Pool, keys: Path) -> bool:
     return True
 
 
-def test_rotation_under_load(pool: Pool) -> None:
+def test_rotation_under_load(pool):
     clients = pool.join("one")
     allowed = pool.home / "pool" / "allowed"
     (old,) = [line for line in allowed.read_text().splitlines() if line.startswith("one ")]
@@ -302,7 +292,7 @@ def test_rotation_under_load(pool: Pool) -> None:
 # -- what else workers do, with keys --------------------------------------------------------------
 
 
-def test_survivors_and_trials_have_names_of_their_own(pool: Pool) -> None:
+def test_survivors_and_trials_have_names_of_their_own(pool):
     clients = pool.join("one", 3, on_rank_lost="continue")
     all_reduce(clients)
     clients[2].shutdown()
@@ -311,7 +301,7 @@ def test_survivors_and_trials_have_names_of_their_own(pool: Pool) -> None:
     assert any(name.startswith("one~") for name in pool.members)
 
 
-def test_another_reducer_takes_over(impl: str, home: Path) -> None:
+def test_another_reducer_takes_over(impl, home):
     with (
         reducer_here(Keyring.load(home / "pool")) as first,
         reducer_here(Keyring.load(home / "pool")) as second,
@@ -327,12 +317,10 @@ def test_another_reducer_takes_over(impl: str, home: Path) -> None:
         assert clients[0].counters.losses >= 1
 
 
-def test_a_file_that_does_not_answer_holds_up_nobody(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_does_not_answer_holds_up_nobody(pool, monkeypatch):
     asked, answered, read = threading.Event(), threading.Event(), keyfiles.read
 
-    def hang(directory: Path, name: str) -> str:
+    def hang(directory, name):
         if name != keyfiles.ALLOWED:
             return read(directory, name)
         asked.set()
@@ -356,7 +344,7 @@ def test_a_file_that_does_not_answer_holds_up_nobody(
         answered.set()
 
 
-def test_a_rank_joins_with_its_jobs_key(pool: Pool) -> None:
+def test_a_rank_joins_with_its_jobs_key(pool):
     clients = pool.join("one", on_rank_lost="continue")
     keys = pool.home / "jobs" / "one"
     common = {"servers": pool.address, "job": "one", "on_rank_lost": "continue", "join": True}

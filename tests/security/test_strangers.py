@@ -1,9 +1,6 @@
 """Whoever comes to a reducer's port: the job goes on, and connections end."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,13 +8,9 @@ from bench.zmtp import STRANGERS, dial
 from tests.security.conftest import reduces
 from tests.waits import eventually
 
-if TYPE_CHECKING:
-    from bench.company import Reducer
-    from worker_client.client.client import Client
-
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_strangers_are_shown_out(reducer: Reducer, honest: list[Client], kind: str) -> None:
+def test_strangers_are_shown_out(reducer, honest, kind):
     before = reducer.files
     with ExitStack() as stack:
         for _ in range(10):
@@ -28,9 +21,7 @@ def test_strangers_are_shown_out(reducer: Reducer, honest: list[Client], kind: s
     assert reduces(honest)
 
 
-def test_idle_connections_cost_nothing_but_themselves(
-    reducer: Reducer, honest: list[Client]
-) -> None:
+def test_idle_connections_cost_nothing_but_themselves(reducer, honest):
     before, resident = reducer.files, reducer.resident
     with ExitStack() as stack:
         for _ in range(200):
@@ -40,7 +31,7 @@ def test_idle_connections_cost_nothing_but_themselves(
     assert reducer.resident < resident + (32 << 20)
 
 
-def test_members_are_not_shown_out(reducer: Reducer, honest: list[Client]) -> None:
+def test_members_are_not_shown_out(reducer, honest):
     before = reducer.files
     with dial(reducer.address):
         eventually(lambda: reducer.files > before)

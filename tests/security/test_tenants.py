@@ -1,9 +1,6 @@
 """Jobs that break the rules beside one that keeps them."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack, closing, suppress
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,15 +13,11 @@ from tests.conftest import joined
 from tests.security.conftest import HONEST, SHORT, reduces
 from tests.waits import eventually
 
-if TYPE_CHECKING:
-    from bench.company import Reducer
-    from worker_client.client.client import Client
-
 CHUNK = 1 << 18
 OVERHEAD = 192 << 20  # of the process, its heap's unused parts, and what comes between two looks
 
 
-def send(worker: Worker, chunk: int) -> bool:
+def send(worker, chunk):
     """Contribute a chunk; return whether anybody takes it."""
     try:
         worker.contribute(1, bytes(CHUNK), chunk * CHUNK)
@@ -34,9 +27,7 @@ def send(worker: Worker, chunk: int) -> bool:
 
 
 @pytest.mark.parametrize("kind", TENANTS)
-def test_another_job_is_served_all_the_same(
-    reducer: Reducer, honest: list[Client], kind: str
-) -> None:
+def test_another_job_is_served_all_the_same(reducer, honest, kind):
     before = reducer.files
     for _ in range(3):
         with suppress(OSError):  # it was shown out before it was through
@@ -45,7 +36,7 @@ def test_another_job_is_served_all_the_same(
     eventually(lambda: reducer.files <= before)
 
 
-def test_who_has_keys_may_do_no_more(impl: str) -> None:
+def test_who_has_keys_may_do_no_more(impl):
     del impl  # is in the environment
     with ExitStack() as stack:
         keys = stack.enter_context(company.keys_for("honest", JOB))
@@ -64,7 +55,7 @@ def test_who_has_keys_may_do_no_more(impl: str) -> None:
         eventually(lambda: reducer.files <= before)
 
 
-def test_who_reads_no_results_is_dropped(reducer: Reducer, honest: list[Client]) -> None:
+def test_who_reads_no_results_is_dropped(reducer, honest):
     with closing(Worker(reducer.address, "deaf", world_size=1, window=1 << 20)) as worker:
         header, _ = worker.hear()
         assert header.type is MessageType.WELCOME
@@ -77,7 +68,7 @@ def test_who_reads_no_results_is_dropped(reducer: Reducer, honest: list[Client])
         assert reduces(honest)
 
 
-def test_greedy_workers_share_what_there_is(reducer: Reducer, honest: list[Client]) -> None:
+def test_greedy_workers_share_what_there_is(reducer, honest):
     with ExitStack() as stack:
         greedy = [
             stack.enter_context(

@@ -3,8 +3,6 @@
 With ``--mutations`` break rules on purpose, and say which seed notices.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import multiprocessing
@@ -17,7 +15,7 @@ from tests.sim.runner import implementation_of, run
 from tests.sim.world import Outcome, World
 
 
-def main() -> int:
+def main():
     """Run what the command line asks for; 1 if a seed has failed, or a mutation has survived."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=1000)
@@ -33,7 +31,7 @@ def main() -> int:
     return mutate(seeds) if arguments.mutations else run_all(seeds, arguments.processes)
 
 
-def tell(seed: int) -> int:
+def tell(seed):
     """Run a seed and tell its story."""
     world = World(seed, implementation_of(seed))
     reducers = f"{world.pool} + {len(world.hosts)} reducers of {world.lanes} lanes"
@@ -45,7 +43,7 @@ def tell(seed: int) -> int:
     return 0
 
 
-def mutate(seeds: range) -> int:
+def mutate(seeds):
     """Find the first seed that notices each mutation."""
     survived = 0
     for name in mutations.MUTATIONS:
@@ -59,7 +57,7 @@ def mutate(seeds: range) -> int:
     return bool(survived)
 
 
-def run_all(seeds: range, processes: int) -> int:
+def run_all(seeds, processes):
     """Run seeds and print what they have shown."""
     begun = time.monotonic()
     total, failures = Outcome(), []

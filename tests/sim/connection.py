@@ -5,17 +5,10 @@ there: what the caller writes before that changes what the reducer gets. Of what
 worker closes the connection some may be with the kernel, and nothing else is read any more.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
-
-if TYPE_CHECKING:
-    import random
-
-    from tests.sim.clock import Clock
 
 HEARTBEATS_S = (1.0, 1.3)  # within this time either end notices that the other is out of reach
 STUCK_S = 0.01  # how often a message that cannot leave tries again
@@ -29,7 +22,7 @@ class Message(NamedTuple):
     payload: Any
 
     @property
-    def data(self) -> bool:
+    def data(self):
         """Whether networks and proxies may repeat or swap it: nothing depends on its place."""
         return Header.unpack(self.header).type in _DATA
 
@@ -41,7 +34,7 @@ class Leaving:
         message: it.
     """
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message):
         self.message = message
 
 
@@ -59,21 +52,14 @@ class Connection:
     """
 
     def __init__(  # noqa: PLR0917 (all of them differ)
-        self,
-        clock: Clock,
-        rng: random.Random,
-        ends: tuple[Any, Any],
-        link: int,
-        place: tuple[int, int],
-        name: bytes,
-        faults: Any,
-    ) -> None:
+        self, clock, rng, ends, link, place, name, faults
+    ):
         self.link = link
         self.reducer, self.lane = place
         self.name = name
         self.open = [True, True]  # whether each end believes in it
         self.cut = False  # nothing arrives any more
-        self.leaving: list[Leaving] = []  # whose payloads still lie in the worker's memory
+        self.leaving = []  # whose payloads still lie in the worker's memory
         self._clock = clock
         self._rng = rng
         self._ends = ends
@@ -82,7 +68,7 @@ class Connection:
         self._last = [0.0, 0.0]  # and when it arrives
         self._kept_back = [False, False]  # something has not left before the end was closed
 
-    def send(self, end: int, message: Message) -> None:
+    def send(self, end, message):
         """Send from the worker's end (0) or the reducer's (1)."""
         if not self.open[end]:
             return
@@ -93,7 +79,7 @@ class Connection:
             self.leaving.append(leaving)
         self._clock.at(self._leaves[end], lambda: self._leave(end, leaving))
 
-    def _leave(self, end: int, leaving: Leaving) -> None:
+    def _leave(self, end, leaving):
         if end == 0 and self.open[0] and (self.cut or self._ends[1].stopped):
             # Nobody takes it: it stays in its sender's memory until the connection is closed.
             self._leaves[0] = max(self._leaves[0], self._clock.now + STUCK_S)
@@ -118,45 +104,45 @@ class Connection:
             again = arrival + self._rng.uniform(0.0, 2 * self._faults.latency_s)
             self._clock.at(again, lambda: self._arrive(end, message))
 
-    def _arrive(self, end: int, message: Message) -> None:
+    def _arrive(self, end, message):
         if self.open[1 - end] and not self.cut:
             self._ends[1 - end].arrived(self, message)
 
-    def close(self, end: int) -> None:
+    def close(self, end):
         """Close one end; the other one notices, sooner or later."""
         if self.open[end]:
             self._shut(end)
             self._notice(1 - end)
 
-    def reset(self) -> None:
+    def reset(self):
         """Both ends notice at once or soon, and what was on its way is lost."""
         self.cut = True
         self._notice(0)
         self._notice(1)
 
-    def partition(self) -> None:
+    def partition(self):
         """Nothing arrives any more; both ends notice by their heartbeats."""
         self.cut = True
         for end in range(2):
             self._clock.after(self._rng.uniform(*HEARTBEATS_S), lambda end=end: self._end(end))
 
-    def _notice(self, end: int) -> None:
+    def _notice(self, end):
         soon = self._rng.choice((0.0, 0.001, 0.02, 0.2))
         self._clock.after(soon * self._rng.random(), lambda: self._end(end))
 
-    def _end(self, end: int) -> None:
+    def _end(self, end):
         if self.open[end]:
             self._shut(end)
             self._ends[end].broken(self)
 
-    def detach(self, buffer: object) -> None:
+    def detach(self, buffer):
         """Read a buffer no more: what lies there of it is copied."""
         for leaving in self.leaving:
             header, payload = leaving.message
             if getattr(payload, "obj", None) is buffer:
                 leaving.message = Message(header, bytes(payload))
 
-    def _shut(self, end: int) -> None:
+    def _shut(self, end):
         self.open[end] = False
         if end == 1:
             return

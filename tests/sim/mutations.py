@@ -1,9 +1,7 @@
 """Rules that are broken on purpose: a simulator that does not notice would show nothing."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from reducer.engine import engine, rounds
@@ -15,15 +13,6 @@ from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
 from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from reducer.errors import RankLostError
-    from reducer.wire.header import Header
-    from worker_client.protocol.flight import Reset, Send
-    from worker_client.protocol.link import Link
-    from worker_client.protocol.operation import Operation
-
 _end_well = PlainFlight.take
 _next = PlainFlight._next
 _give_number = Numbering.give
@@ -33,19 +22,19 @@ _take_out = Failover._take_out
 _use = Plan.use
 
 
-def _no_duplicates(self: Round, offset: int, rank: int) -> bool:
+def _no_duplicates(self, offset, rank):
     """Count every contribution, also a repeated one."""
     del self, offset, rank
     return False
 
 
-def _no_epochs(self: ShardMap, reducer: int, stage: Stage) -> None:
+def _no_epochs(self, reducer, stage):
     """Take every loss for one of the present epoch, whatever it is told for."""
     del stage
     self._lost[reducer] = max(Stage(self.epoch), self._lost[reducer])
 
 
-def _free_results(self: PlainFlight, *arguments: Any) -> list[int] | None:
+def _free_results(self, *arguments):
     """Free results as soon as they are here, though other ranks may lack them."""
     done = _end_well(self, *arguments)
     for sequence in done or ():
@@ -54,68 +43,66 @@ def _free_results(self: PlainFlight, *arguments: Any) -> list[int] | None:
     return done
 
 
-def _first_come(self: PlainFlight, index: int, now: float) -> Any:
+def _first_come(self, index, now):
     """Let no chunk that precedes those in flight go beyond the window."""
     link = self._links[index]
     full = link.flying and link.in_flight + 1024 > link.window
     return None if full else _next(self, index, now)
 
 
-def _number_what_is_done(self: Numbering, operation: Operation) -> None:
+def _number_what_is_done(self, operation):
     """Let a call that is refused at this rank use up no number."""
     _give_number(self, operation)
     self.number -= operation.refusal is not None
 
 
-def _fail_alone(self: Calls, operation: Operation) -> list[Operation]:
+def _fail_alone(self, operation):
     """Let the other all-reduces of a failed call go on."""
     del self, operation
     return []
 
 
-def _only_the_first_stage(self: ShardMap, epoch: int | None = None) -> Stage | None:
+def _only_the_first_stage(self, epoch=None):
     """Give up when no reducer of an epoch is left, though others answer."""
     stage = _stage(self, epoch)
     return stage if stage is not None and stage.number == 0 else None
 
 
-def _claim_nothing(self: Failover, link: Link) -> list[Send]:
+def _claim_nothing(self, link):
     """Keep to ourselves the results that others lack, when a reducer takes all."""
     del self, link
     return []
 
 
-def _tell_nothing(self: Aborts, link: Link) -> None:
+def _tell_nothing(self, link):
     """Do not tell a new reducer of what has failed here."""
     del self, link
 
 
-def _leave_whatever_was_lost(
-    self: Failover, reducer: int, stage: Stage, present: Stage, process: str
-) -> list[Reset | Send]:
+def _leave_whatever_was_lost(self, reducer, stage, present, process):
     """Leave a reducer also if another process of it was lost than is there."""
     del process
     return _take_out(self, reducer, stage, present, "")
 
 
-def _number_by_place(self: Numbering, operation: Operation) -> None:
+def _number_by_place(self, operation):
     """Number all-reduces one by one, however many a call has."""
     operation.call = None
     _give_number(self, operation)
 
 
-def _refuse_whoever_left(self: Round, rank: int) -> RankLostError | None:
+def _refuse_whoever_left(self, rank):
     """Take nothing from a rank that has come back since, though it had said nothing before."""
     at, reason = self._of.latest_exit(rank)
     return reason if min(first for first, _ in self._spoke.values()) < at else None
 
 
-def _decline_nothing(question: Header, call: Header) -> None:
+def _decline_nothing(question, call):
     """Let a question wait for ranks that have gone on without it."""
     del question, call
 
 
-def _give_up_hosts(self: Joining, now: float) -> list[int]:
+def _give_up_hosts(self, now):
     """Begin without reducers that ranks host, of which other ranks take no notice."""
     late = _give_up(self, now)
     if self._since is not None and now >= self._since + self._spec.begin_without_s:
@@ -124,7 +111,7 @@ def _give_up_hosts(self: Joining, now: float) -> list[int]:
     return late
 
 
-def _use_all_known_lanes(self: Plan, links: Sequence[Link], taking_part: Mapping[int, int]) -> None:
+def _use_all_known_lanes(self, links, taking_part):
     """Cut buffers between all lanes that this rank knows of, whatever others know."""
     _use(self, links, dict.fromkeys(taking_part, MAX_LANES))
 
@@ -171,14 +158,14 @@ RARE = {
 
 
 @contextmanager
-def broken(name: str) -> Iterator[None]:
+def broken(name):
     """Break one rule in the plain implementation."""
     mutation = (MUTATIONS | RARE)[name]
     with patch.object(mutation.owner, mutation.name, mutation.instead):
         yield
 
 
-def first_caught(name: str, seeds: range, run: Callable[[int], str]) -> tuple[int, str] | None:
+def first_caught(name, seeds, run):
     """Return the first seed that notices, and how; None if none does.
 
     Args:

@@ -1,19 +1,17 @@
 """Run seeds, one by one or many at a time."""
 
-from __future__ import annotations
-
 import traceback
 
 from tests.engine.twins import IMPLEMENTATIONS
-from tests.sim.world import Outcome, World
+from tests.sim.world import World
 
 
-def implementation_of(seed: int) -> str:
+def implementation_of(seed):
     """Every other seed runs with the other implementation."""
     return IMPLEMENTATIONS[seed % len(IMPLEMENTATIONS)]
 
 
-def run(seed: int, implementation: str | None = None) -> tuple[int, Outcome | None, str]:
+def run(seed, implementation=None):
     """Run a seed: its outcome, or the story of what went wrong."""
     world = World(seed, implementation or implementation_of(seed))
     try:

@@ -1,9 +1,6 @@
 """Seeds of the simulator, and what it notices; more: ``python -m tests.sim``."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,38 +8,35 @@ from tests.sim import mutations
 from tests.sim.runner import implementation_of, run
 from tests.sim.world import World
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 SEEDS = 25
 MORE_SEEDS = 2000
 BATCH = 25
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet():
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
 
 
-def check(first: int) -> None:
+def check(first):
     for seed in range(first, first + BATCH):
         _, _, story = run(seed)
         assert not story, f"seed {seed}: {story}"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
-def test_the_guarantee_holds_whatever_happens(first: int) -> None:
+def test_the_guarantee_holds_whatever_happens(first):
     check(first)
 
 
 @pytest.mark.parametrize("first", range(SEEDS, MORE_SEEDS, BATCH))
-def test_the_guarantee_holds_in_many_more_worlds(first: int) -> None:
+def test_the_guarantee_holds_in_many_more_worlds(first):
     check(first)
 
 
-def test_a_seed_replays_to_the_byte() -> None:
+def test_a_seed_replays_to_the_byte():
     one, other = (World(11, implementation_of(11)) for _ in range(2))
     assert one.run() == other.run()
     assert one.outcome.events > 0
@@ -50,7 +44,7 @@ def test_a_seed_replays_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize("name", mutations.MUTATIONS | mutations.RARE)
-def test_a_broken_rule_is_noticed(name: str) -> None:
+def test_a_broken_rule_is_noticed(name):
     seed = (mutations.MUTATIONS | mutations.RARE)[name].seed
     assert not run(seed, "plain")[2]
     with mutations.broken(name):
@@ -59,7 +53,7 @@ def test_a_broken_rule_is_noticed(name: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
-def test_the_stored_seed_is_the_first_that_notices(name: str) -> None:
+def test_the_stored_seed_is_the_first_that_notices(name):
     caught = mutations.first_caught(name, range(1000), lambda seed: run(seed, "plain")[2])
     assert caught is not None
     assert caught[0] == mutations.MUTATIONS[name].seed

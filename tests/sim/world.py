@@ -5,15 +5,13 @@ sessions and engines are those of production; the network, the clock and the pro
 What must hold is checked with every all-reduce that ends, and when all is over.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +21,6 @@ from reducer.errors import (
     MismatchError,
     RankLostError,
     ReducerLostError,
-    ReductionError,
 )
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
@@ -38,11 +35,6 @@ from worker_client.protocol.handover import gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, refused
 from worker_client.protocol.spec import JobSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from reducer.errors import ReductionError
-
 MEMORY_LIMIT = 1 << 30
 TICK_S = 0.1
 
@@ -50,26 +42,26 @@ TICK_S = 0.1
 class Process:
     """What can be stopped and can die. What happens to it while it is stopped waits."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self.world = world
         self.alive = True
         self.stopped = False
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting = []
 
-    def do(self, work: Callable[[], None]) -> None:
+    def do(self, work):
         """Do something now, or when it goes on."""
         if self.stopped and self.alive:
             self._waiting.append(work)
         elif self.alive:
             work()
 
-    def stop(self, seconds: float) -> None:
+    def stop(self, seconds):
         """SIGSTOP, and SIGCONT later."""
         if self.alive and not self.stopped:
             self.stopped = True
             self.world.clock.after(seconds, self._go_on)
 
-    def _go_on(self) -> None:
+    def _go_on(self):
         self.stopped = False
         waiting, self._waiting = self._waiting, []
         for at, work in enumerate(waiting):
@@ -82,7 +74,7 @@ class Process:
 class Reducer(Process):
     """One start of a reducer: an engine for each of its lanes, and the connections to them."""
 
-    def __init__(self, world: World, index: int, address: str) -> None:
+    def __init__(self, world, index, address):
         super().__init__(world)
         self.index = index
         ports = tuple(range(2, world.lanes + 1))
@@ -90,12 +82,12 @@ class Reducer(Process):
         self.lanes = [made(lanes=ports) for _ in range(world.lanes)]
         for lane in self.lanes:
             lane.engine.tick(world.clock.now)
-        self.connections: dict[bytes, Connection] = {}
-        self.dies_after: int | None = None  # so many more sends
+        self.connections = {}
+        self.dies_after = None  # so many more sends
         self._busy_until = 0.0  # until then it does nothing but what needs no interpreter
         self._tick()
 
-    def arrived(self, connection: Connection, message: Message) -> None:
+    def arrived(self, connection, message):
         """Take a message; a HELLO later, while this process is busy."""
         now, hello = self.world.clock.now, Header.unpack(message.header).type is MessageType.HELLO
         if hello and (busy_s := self.world.busy_s(self.index)):
@@ -106,15 +98,15 @@ class Reducer(Process):
         else:
             self._take(connection, message)
 
-    def _take(self, connection: Connection, message: Message) -> None:
+    def _take(self, connection, message):
         lane = self.lanes[connection.lane]
         self.do(lambda: self._send(lane, lane.receive(connection.name, *message)))
 
-    def broken(self, connection: Connection) -> None:
+    def broken(self, connection):
         """Hear that a connection is gone; libzmq tells only when something is sent there."""
         self.connections.pop(connection.name, None)
 
-    def die(self) -> None:
+    def die(self):
         """SIGKILL."""
         if self.alive:
             self.alive = False
@@ -122,7 +114,7 @@ class Reducer(Process):
             for connection in list(self.connections.values()):
                 connection.close(1)
 
-    def _send(self, lane: Served, sends: list[Any]) -> None:
+    def _send(self, lane, sends):
         for peer, header, payload in sends:
             if self.dies_after is not None:
                 self.dies_after -= 1
@@ -137,7 +129,7 @@ class Reducer(Process):
                 body = None if payload is None else bytes(payload)
                 connection.send(1, Message(header, body))
 
-    def _tick(self) -> None:
+    def _tick(self):
         for lane in self.lanes if self.world.clock.now >= self._busy_until else ():
             self.do(lambda lane=lane: self._send(lane, lane.engine.tick(self.world.clock.now)))
         if self.alive:
@@ -150,13 +142,13 @@ class Worker(Process):
     A reducer that it hosts is stopped and dies with it.
     """
 
-    def __init__(self, world: World, spec: JobSpec) -> None:
+    def __init__(self, world, spec):
         super().__init__(world)
         self.rank = spec.rank
         self.session = session(world.implementation, spec)
-        self.connections: dict[int, Connection] = {}
-        self.ended: dict[int, Exception | None] = {}
-        self.open: dict[int, tuple[list[Operation], list[Finish]]] = {}  # calls, and their ends
+        self.connections = {}
+        self.ended = {}
+        self.open = {}  # calls, and their ends
         self.started = 0
         self.begun = False  # it has joined, and makes calls
         self._links = len(self.session.links)  # lanes that are told of follow
@@ -165,20 +157,20 @@ class Worker(Process):
         self._tick()
 
     @property
-    def map(self) -> tuple[object, ...]:
+    def map(self):
         """Between which reducers this rank cuts buffers, and which it uses."""
         shards = self.session.failover.map
         return shards.epoch, shards.base, shards.used(), self.session.plan.turns
 
-    def member_of(self, reducer: int) -> bool:
+    def member_of(self, reducer):
         """Whether a reducer has welcomed this rank, and is not lost for it."""
         return all(link.member for link in self.session.links if link.reducer == reducer)
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation):
         """Start an all-reduce."""
         self._act(self.session.submit(operation, self.world.clock.now))
 
-    def leave(self) -> None:
+    def leave(self):
         """Say goodbye."""
         self._act(self.session.close(LocalProtocolError("left")))
         for link, connection in self.connections.items():
@@ -186,7 +178,7 @@ class Worker(Process):
                 connection.close(0)
         self.alive = False
 
-    def die(self) -> None:
+    def die(self):
         """SIGKILL."""
         if self.alive:
             self.alive = False
@@ -198,20 +190,20 @@ class Worker(Process):
             if self.world.group:
                 self.world.group.go_on()
 
-    def arrived(self, connection: Connection, message: Message) -> None:
+    def arrived(self, connection, message):
         """Take a message."""
         self.do(lambda: self._arrived(connection, message))
 
-    def _arrived(self, connection: Connection, message: Message) -> None:
+    def _arrived(self, connection, message):
         if self.connections.get(connection.link) is connection:
             now = self.world.clock.now
             self._act(self.session.receive(connection.link, *message, now))
 
-    def broken(self, connection: Connection) -> None:
+    def broken(self, connection):
         """Hear that a connection is gone."""
         self.do(lambda: self._broken(connection))
 
-    def _broken(self, connection: Connection) -> None:
+    def _broken(self, connection):
         link = connection.link
         if self.connections.get(link) is connection:
             del self.connections[link]
@@ -220,11 +212,11 @@ class Worker(Process):
             if Reset(link) not in actions:
                 self._connect(link, 0.05)
 
-    def _connect(self, link: int, seconds: float) -> None:
+    def _connect(self, link, seconds):
         seconds += self.world.rng.uniform(0.0, 0.1)
         self.world.clock.after(seconds, lambda: self.do(lambda: self._reach(link)))
 
-    def _reach(self, link: int) -> None:
+    def _reach(self, link):
         if link in self.connections:
             return
         connection = self.world.connect(self, link)
@@ -234,12 +226,12 @@ class Worker(Process):
         self.connections[link] = connection
         self._act(self.session.connected(link))
 
-    def _reset(self, link: int) -> None:
+    def _reset(self, link):
         if link in self.connections:
             self.connections.pop(link).close(0)
         self._connect(link, 0.05)
 
-    def _act(self, actions: list[Any]) -> None:
+    def _act(self, actions):
         for action in actions:
             if isinstance(action, Finish):
                 self.finish(action)
@@ -255,7 +247,7 @@ class Worker(Process):
         for send in self.session.flight.refill(self.world.clock.now):
             self._send(send)
 
-    def finish(self, finish: Finish) -> None:
+    def finish(self, finish):
         """Take note of the end of an all-reduce, after a look at who else uses its buffer."""
         number = self.world.number_of(finish.operation)
         assert number not in self.ended, f"rank {self.rank}: call {number} ended twice"
@@ -275,12 +267,12 @@ class Worker(Process):
             self.ended[number] = next((end.error for end in ends if end.error is not None), None)
             self.world.ended(self, number, ends)
 
-    def _send(self, send: Any) -> None:
+    def _send(self, send):
         connection = self.connections.get(send.link)
         if connection is not None:
             connection.send(0, Message(send.header, send.payload))
 
-    def _tick(self) -> None:
+    def _tick(self):
         self.do(lambda: self._act(self.session.tick(self.world.clock.now)))
         if self.alive:
             self.world.clock.after(TICK_S, self._tick)
@@ -293,13 +285,13 @@ class Group:
     that together they have all that a rank has which is done with a call.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world):
         self._world = world
-        self._calls: dict[int, dict[int, Unfinished]] = {}  # by rank and number
+        self._calls = {}  # by rank and number
         self._next = 0
-        self._shares: dict[int, list[Unfinished]] | None = None  # when all ranks have come
+        self._shares = None  # when all ranks have come
 
-    def take(self, worker: Worker, calls: list[Unfinished]) -> None:
+    def take(self, worker, calls):
         """Take a rank's calls."""
         mine = self._calls.setdefault(worker.rank, {})
         for one in calls:
@@ -308,7 +300,7 @@ class Group:
             mine[call.number] = call
         self.go_on()
 
-    def _check(self, worker: Worker, call: Unfinished) -> None:
+    def _check(self, worker, call):
         if call.operation is not None:
             number = self._world.number_of(call.operation)
             assert number == call.number, f"rank {worker.rank} numbers {number} as {call.number}"
@@ -319,7 +311,7 @@ class Group:
         for offset, result in call.results.items():
             assert right[offset : offset + len(result)] == result, f"call {call.number}: wrong"
 
-    def go_on(self) -> None:
+    def go_on(self):
         """Do what can be done with what all ranks have handed over, or that a rank is gone."""
         ranks = self._world.world_size
         if not all(worker.alive for worker in self._world.workers):
@@ -341,11 +333,11 @@ class Group:
             number, self._next = self._next, self._next + 1
             self._end([self._calls[rank].pop(number) for rank in range(ranks)])
 
-    def _end(self, calls: list[Unfinished]) -> None:
+    def _end(self, calls):
         assert self._shares is not None
         number, right = calls[0].number, self._world.expected(calls[0].number)
         shares = self._shares.get(number, [])
-        error: ReductionError | None = None
+        error = None
         if any(share.failed for share in shares):
             error = ReducerLostError("no reducer is left", reducer="")
         elif any(share.done for share in shares):
@@ -359,7 +351,7 @@ class Group:
                 call.operation.view[:] = right
             worker.do(partial(worker.finish, Finish(call.operation, error)))
 
-    def _fail(self) -> None:
+    def _fail(self):
         """End everything: a process group does not survive the death of a rank."""
         error = ReducerLostError("no reducer is left, and a rank is gone", reducer="")
         for rank, calls in self._calls.items():
@@ -430,7 +422,7 @@ class Outcome:
     longest_s: float = 0.0
     kinds: dict[str, int] = field(default_factory=dict)
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other):
         """Add up what several runs have shown."""
         for name, value in vars(other).items():
             if isinstance(value, int):
@@ -448,12 +440,12 @@ class World:
         implementation: of rounds, slots and flights.
     """
 
-    def __init__(self, seed: int, implementation: str) -> None:
+    def __init__(self, seed, implementation):
         self.rng = rng = random.Random(seed)
         self.implementation = implementation
         self.clock = Clock()
         self.outcome = Outcome()
-        self.trace: list[str] = []
+        self.trace = []
         self.faults = _choose_faults(rng)
         # Not from `rng`: all other worlds are what they were.
         roll = random.Random(f"rolling {seed}").random() < ROLLING
@@ -470,11 +462,11 @@ class World:
         self._plan = [self._draw_call() for _ in range(self.calls)]
         self._plan.append((DType.UINT8, ReduceOp.SUM, 1))
         self._pieces = [1] * (self.calls + 1)  # all-reduces of each call
-        self.odd: dict[int, Odd] = {}
-        self._began: dict[tuple[int, int], float] = {}
-        self._amid: defaultdict[int, set[int]] = defaultdict(set)  # in flight with each call
-        self._numbers: dict[Operation, int] = {}
-        self.partitioned: set[tuple[int, int]] = set()  # (rank, reducer)
+        self.odd = {}
+        self._began = {}
+        self._amid = defaultdict(set)  # in flight with each call
+        self._numbers = {}
+        self.partitioned = set()  # (rank, reducer)
         count = self.pool + len(self.hosts)
         self.addresses = tuple(f"reducer-{index}:1" for index in range(count))
         self.reducers = [Reducer(self, i, address) for i, address in enumerate(self.addresses)]
@@ -504,9 +496,9 @@ class World:
         self.workers = [Worker(self, replace(spec, rank=r)) for r in range(self.world_size)]
         for worker in self.workers if self.agree_often else ():
             worker.session._agreement.every = FIRST_CALL
-        self._apart: dict[tuple[int, int], float] = {}  # ranks with two maps: since when
+        self._apart = {}  # ranks with two maps: since when
 
-    def _choose_hosts(self, rng: random.Random) -> dict[int, int]:
+    def _choose_hosts(self, rng):
         """Let ranks host reducers in some worlds, with a smaller pool or none; by the reducer."""
         if self.world_size == 1 or rng.random() >= HOSTED:
             return {}
@@ -515,18 +507,18 @@ class World:
             self.faults.kinds, self.faults.rolling = (), False  # nothing may happen to a rank
         return {self.pool + rank: rank for rank in range(self.world_size)}
 
-    def hosted_by(self, rank: int) -> list[Reducer]:
+    def hosted_by(self, rank):
         """Return the reducer that a rank hosts, if it does."""
         return [self.reducers[at] for at, host in self.hosts.items() if host == rank]
 
     # -- what ranks ask for -------------------------------------------------------------------
 
-    def _draw_call(self) -> tuple[DType, ReduceOp, int]:
+    def _draw_call(self):
         dtype = self.rng.choice(DTYPES)
         op = self.rng.choice((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN))
         return dtype, op, self.rng.choice((0, 1, 16, 33, 100, 257, 700))
 
-    def values(self, rank: int, number: int) -> np.ndarray:
+    def values(self, rank, number):
         """Return the bytes that a rank contributes to a call."""
         dtype, _, count = self._plan[number]
         rng = np.random.default_rng([rank, number])
@@ -537,7 +529,7 @@ class World:
             return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         return floats.view(np.uint8)
 
-    def expected(self, number: int) -> bytes:
+    def expected(self, number):
         """Return the reduction of all contributions to a call."""
         dtype, op, _ = self._plan[number]
         inputs = [self.values(rank, number) for rank in range(self.world_size)]
@@ -545,11 +537,11 @@ class World:
         _SUM.reduce([memoryview(one.tobytes()) for one in inputs], result, dtype, op)
         return result.tobytes()
 
-    def number_of(self, operation: Operation) -> int:
+    def number_of(self, operation):
         """Return which call an operation is part of."""
         return self._numbers[operation]
 
-    def _operations(self, rank: int, number: int) -> list[Operation]:
+    def _operations(self, rank, number):
         """Return what a rank asks for in a call."""
         dtype, op, _ = self._plan[number]
         values = self.values(rank, number)
@@ -575,7 +567,7 @@ class World:
             for at, (low, high) in enumerate(pairwise(bounds))
         ]
 
-    def _call(self, worker: Worker) -> None:
+    def _call(self, worker):
         """Let a rank make its next call, if it may."""
         if not worker.alive or worker.started == self.calls:
             return
@@ -593,7 +585,7 @@ class World:
         thinks = self.rng.choice((0.0, 0.0, 0.003, 0.02, *slow))
         self.clock.after(thinks * self.rng.random(), lambda: self._call(worker))
 
-    def ended(self, worker: Worker, number: int, finishes: list[Finish]) -> None:
+    def ended(self, worker, number, finishes):
         """Check how a call ended at a rank, whose caller then writes to its buffers at once."""
         took = self.clock.now - max(self.joined_at, self._began[worker.rank, number])
         self.outcome.calls += 1
@@ -611,7 +603,7 @@ class World:
             finish.operation.view[:] = bytes(value ^ 0x5A for value in finish.operation.view)
         self.clock.after(0.0, lambda: self._call(worker))
 
-    def _check_error(self, worker: Worker, number: int, error: ReductionError) -> None:
+    def _check_error(self, worker, number, error):
         if self._may_disagree(number) and isinstance(error, MismatchError):
             self.outcome.odd += 1
             return
@@ -626,13 +618,13 @@ class World:
         if isinstance(error, MismatchError):
             assert error.field == "epoch", where
 
-    def _may_disagree(self, number: int) -> bool:
+    def _may_disagree(self, number):
         """Whether ranks ask for different things in a call, or have in one that is in flight."""
         return not self._amid[number].isdisjoint(self.odd)
 
     # -- what goes wrong ----------------------------------------------------------------------
 
-    def connect(self, worker: Worker, link: int) -> Connection | None:
+    def connect(self, worker, link):
         """Connect a rank's link to its reducer, if that can be reached."""
         place = worker.session.links[link].reducer, worker.session.links[link].lane
         reducer = self.reducers[place[0]]
@@ -645,7 +637,7 @@ class World:
         reducer.connections[name] = connection
         return connection
 
-    def busy_s(self, reducer: int) -> float:
+    def busy_s(self, reducer):
         """Return for how long a reducer is busy that gets a HELLO, seconds."""
         spared = self.faults.spare and not self.hosts and reducer == self.pool - 1
         spared |= self.group is not None and self.clock.now > self.joined_at  # ranks may be lost
@@ -653,7 +645,7 @@ class World:
             return 0.0
         return self.rng.uniform(0.5, BUSY_S)
 
-    def _restart_next(self, turn: int) -> None:
+    def _restart_next(self, turn):
         """Restart one reducer after the other, or all at once, when what died before is back."""
         if self._over():
             return
@@ -669,7 +661,7 @@ class World:
         settled = 1.0 + REACHED_S + self.rng.expovariate(1 / self.faults.every_s)
         self.clock.after(settled, lambda: self._restart_next(turn + 1))
 
-    def _something_happens(self) -> None:
+    def _something_happens(self):
         if self._over():
             return
         kind = self.rng.choice(self.faults.kinds)
@@ -679,11 +671,11 @@ class World:
         wait = self.rng.expovariate(1 / self.faults.every_s)
         self.clock.after(wait, self._something_happens)
 
-    def _victim(self) -> int:
+    def _victim(self):
         spared = len(self.hosts) or 1 if self.faults.spare else 0
         return self.rng.randrange(len(self.reducers) - spared)
 
-    def _kill_reducer(self) -> None:
+    def _kill_reducer(self):
         reducer = self.reducers[self._victim()]
         if reducer.index in self.hosts:
             self._kill(self.hosts[reducer.index])
@@ -692,14 +684,14 @@ class World:
         self.clock.after(0.05, reducer.die)
         self.clock.after(self.rng.uniform(0.1, 1.0), lambda: self._restart(reducer))
 
-    def _restart(self, reducer: Reducer) -> None:
+    def _restart(self, reducer):
         reducer.die()
         if self.reducers[reducer.index] is reducer:
             self.note(f"reducer {reducer.index} starts")
             address = self.addresses[reducer.index]
             self.reducers[reducer.index] = Reducer(self, reducer.index, address)
 
-    def _break_connection(self) -> None:
+    def _break_connection(self):
         victim = self._victim()
         connections = self._outer(self.reducers[victim])
         if connections:
@@ -707,7 +699,7 @@ class World:
             self.note(f"connection {connection.name!r} breaks")
             connection.reset()
 
-    def _outer(self, process: Reducer | Worker) -> list[Connection]:
+    def _outer(self, process):
         """Return the connections of a process to others."""
         return [
             connection
@@ -715,12 +707,12 @@ class World:
             if not connection.name.startswith(b"%d/" % self.hosts.get(connection.reducer, -1))
         ]
 
-    def _stop_reducer(self) -> None:
+    def _stop_reducer(self):
         reducer = self.reducers[self._victim()]
         host = self.hosts.get(reducer.index)
         self._stop(reducer if host is None else self.workers[host])
 
-    def _stop(self, process: Reducer | Worker) -> None:
+    def _stop(self, process):
         seconds = self.rng.choice((0.05, 0.5, 2.5))
         self.note(f"{type(process).__name__} stops for {seconds} s")
         hosted = self.hosted_by(process.rank) if isinstance(process, Worker) else []
@@ -730,7 +722,7 @@ class World:
                 for connection in self._outer(one):
                     connection.partition()
 
-    def _partition(self) -> None:
+    def _partition(self):
         victim = self._victim()
         rank = self.rng.randrange(self.world_size)
         pair = (rank, victim)
@@ -743,19 +735,19 @@ class World:
                 connection.partition()
         self.clock.after(self.rng.uniform(0.2, 3.0), lambda: self.partitioned.discard(pair))
 
-    def _kill_rank(self) -> None:
+    def _kill_rank(self):
         self._kill(self.rng.randrange(self.world_size))
 
-    def _kill(self, rank: int) -> None:
+    def _kill(self, rank):
         if self.rng.random() < 0.2:
             self.workers[rank].die()
 
-    def _stop_rank(self) -> None:
+    def _stop_rank(self):
         self._stop(self.workers[self.rng.randrange(self.world_size)])
 
     # -- a run --------------------------------------------------------------------------------
 
-    def run(self) -> Outcome:
+    def run(self):
         """Let everything happen, check it, and return what was shown."""
         self._compare_maps()
         for worker in self.workers:
@@ -773,7 +765,7 @@ class World:
         self.check_end()
         return self.outcome
 
-    def _begin(self, worker: Worker) -> None:
+    def _begin(self, worker):
         """Let a rank make calls as soon as it has joined, or else all of them at once."""
         joined = [worker] if self.late else self.workers
         if not all(one.session.joined for one in joined):
@@ -782,7 +774,7 @@ class World:
         worker.begun = True
         self._call(worker)
 
-    def _compare_maps(self) -> None:
+    def _compare_maps(self):
         """Check that no two ranks have different maps for longer than they need to agree."""
         for one, other in combinations(self.workers, 2):
             pair, maps = (one.rank, other.rank), (one.map, other.map)
@@ -795,7 +787,7 @@ class World:
             assert apart_s < AGREED_S, f"ranks {pair} have two maps: {maps}"
         self.clock.after(LOOK_S, self._compare_maps)
 
-    def _may_talk(self, *workers: Worker) -> bool:
+    def _may_talk(self, *workers):
         """Whether ranks make calls, and are members at the same reducer that runs."""
         there = [one.alive and one.begun and not one.stopped for one in workers]
         return all(there) and any(
@@ -803,7 +795,7 @@ class World:
             for at, reducer in enumerate(self.reducers)
         )
 
-    def _watch(self) -> None:
+    def _watch(self):
         """Look for calls that take too long, long before their deadline."""
         for rank, worker in enumerate(self.workers):
             waiting = set(range(worker.started)) - worker.ended.keys()
@@ -812,17 +804,17 @@ class World:
                 assert waited < self._patience(), f"rank {rank}: call {number} hangs"
         self.clock.after(1.0, self._watch)
 
-    def _patience(self) -> float:
+    def _patience(self):
         """Return how long a call may take: its chunks may travel one by one."""
         if not self.faults.spare:
             return TIMEOUT_S
         chunks = self.depth * 44
         return STALL_S + chunks * 2 * (2 * self.faults.latency_s + self.faults.process_s)
 
-    def _over(self) -> bool:
+    def _over(self):
         return all(not worker.alive or len(worker.ended) == self.calls for worker in self.workers)
 
-    def check_end(self) -> None:
+    def check_end(self):
         """Check that nothing hangs, and that nothing is left over."""
         for worker in self.workers:
             missing = set(range(self.calls)) - worker.ended.keys()
@@ -854,14 +846,14 @@ class World:
         for reducer, lane in self._all_lanes():
             assert not reducer.alive or lane.engine.jobs == [], "a job is left over"
 
-    def _all_lanes(self) -> list[tuple[Reducer, Served]]:
+    def _all_lanes(self):
         return [(reducer, lane) for reducer in self.reducers for lane in reducer.lanes]
 
-    def _settle(self) -> None:
+    def _settle(self):
         """Let a while pass in which no reducer is busy at the end."""
         self.clock.run(self.clock.now + 5.0 + BUSY_S * self.late, lambda: False)
 
-    def describe(self) -> list[str]:
+    def describe(self):
         """Say where every rank and reducer is."""
         lines = []
         for worker in self.workers:
@@ -895,12 +887,12 @@ class World:
                 )
         return lines
 
-    def note(self, what: str) -> None:
+    def note(self, what):
         """Write a line of the run's story."""
         self.trace.append(f"{self.clock.now:10.4f}  {what}")
 
 
-def _choose_faults(rng: random.Random) -> Faults:
+def _choose_faults(rng):
     spare = rng.random() < 0.7
     kinds = ["kill_reducer", "break_connection", "stop_reducer", "partition"]
     kinds = rng.sample(kinds, rng.randint(0 if spare else 1, 4))

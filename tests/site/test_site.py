@@ -3,25 +3,17 @@
 It is served over loopback, as a browser restricts what pages of files may load.
 """
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from tests.browser import PHONE, browser, opened
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from playwright.sync_api import Browser
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "docs"
@@ -38,14 +30,14 @@ NOT_PUBLIC = {"cli", "config", "work"}  # commands; and what the settings and th
 class Page(HTMLParser):
     """A page's links, what it loads, and the anchors that links may name."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.anchors: set[str] = set()
+        self.links = []
+        self.loads = []
+        self.anchors = set()
         self.feed((SITE / name).read_text())
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         self.anchors |= {given[name] or "" for name in ("id", "name") if name in given}
         where = given.get(LOADED.get(tag, "href"))
@@ -63,12 +55,12 @@ PARSED = {name: Page(name) for name in PAGES}
 class Quiet(SimpleHTTPRequestHandler):
     """Serves files, and says nothing."""
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 (its own name)
+    def log_message(self, format, *args):  # noqa: A002 (its own name)
         pass
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address():
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(SITE))) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()
@@ -80,13 +72,13 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
+def chromium():
     with browser() as launched:
         yield launched
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_links_lead_to_a_page_and_a_place_on_it(name: str) -> None:
+def test_links_lead_to_a_page_and_a_place_on_it(name):
     for link in PARSED[name].links + PARSED[name].loads:
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
@@ -99,13 +91,13 @@ def test_links_lead_to_a_page_and_a_place_on_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_nothing_is_loaded_from_other_hosts(name: str) -> None:
+def test_nothing_is_loaded_from_other_hosts(name):
     loads = PARSED[name].loads
     assert loads or name == FIRST
     assert [one for one in loads if urlsplit(one).netloc] == []
 
 
-def test_no_style_loads_anything_from_other_hosts() -> None:
+def test_no_style_loads_anything_from_other_hosts():
     styles = list(SITE.rglob("*.css"))
     assert styles
     for style in styles:
@@ -113,7 +105,7 @@ def test_no_style_loads_anything_from_other_hosts() -> None:
         assert [one for one in named if urlsplit("".join(one)).netloc] == [], style
 
 
-def test_every_public_module_is_in_the_reference() -> None:
+def test_every_public_module_is_in_the_reference():
     documented = set().union(*(page.anchors for page in PARSED.values()))
     package = ROOT / "worker_client"
     modules = {path.stem for path in package.glob("[a-z]*.py")} - NOT_PUBLIC
@@ -124,7 +116,7 @@ def test_every_public_module_is_in_the_reference() -> None:
     assert names <= documented
 
 
-def test_a_new_user_comes_from_the_site_to_the_tutorial(chromium: Browser, address: str) -> None:
+def test_a_new_user_comes_from_the_site_to_the_tutorial(chromium, address):
     with opened(chromium, address) as seen:
         seen.shows("h1", "Reduction server")
         seen.page.locator("article table a", has_text="Tutorial").click()
@@ -133,7 +125,7 @@ def test_a_new_user_comes_from_the_site_to_the_tutorial(chromium: Browser, addre
         assert (seen.errors, seen.asked) == ([], {urlsplit(address).netloc})
 
 
-def test_no_page_is_wider_than_a_phone(chromium: Browser, address: str) -> None:
+def test_no_page_is_wider_than_a_phone(chromium, address):
     with opened(chromium, f"{address}/docs/index.html", window=PHONE) as seen:
         for name in set(PAGES) - {FIRST}:
             seen.page.goto(f"{address}/{name}")
@@ -142,9 +134,7 @@ def test_no_page_is_wider_than_a_phone(chromium: Browser, address: str) -> None:
 
 
 @pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
-def test_it_is_as_light_as_its_reader_prefers(
-    chromium: Browser, address: str, scheme: str, dark: bool
-) -> None:
+def test_it_is_as_light_as_its_reader_prefers(chromium, address, scheme, dark):
     with opened(chromium, f"{address}/docs/settings.html", scheme=scheme) as seen:
         for selector in ("body", "pre, table"):
             colour = seen.page.locator(selector).first.evaluate(
@@ -154,7 +144,7 @@ def test_it_is_as_light_as_its_reader_prefers(
             assert (text > 128) == dark, (selector, colour)
 
 
-def test_a_search_finds_a_setting(chromium: Browser, address: str) -> None:
+def test_a_search_finds_a_setting(chromium, address):
     with opened(chromium, f"{address}/search.html?q=REDUCTION_WIRE_DTYPE") as seen:
         seen.shows("ul.search li", "Settings")
         assert (seen.errors, seen.asked) == ([], {urlsplit(address).netloc})

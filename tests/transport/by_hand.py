@@ -1,7 +1,5 @@
 """A reducer that speaks ZMTP by hand, so that it can stop anywhere."""
 
-from __future__ import annotations
-
 import socket
 import struct
 
@@ -18,16 +16,16 @@ READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0", C
 class Reducer:
     """A reducer that can stop in the middle of a message."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.listener = socket.create_server((HOST, 0))
-        self.peer: socket.socket | None = None
+        self.peer = None
 
-    def close(self) -> None:
+    def close(self):
         if self.peer is not None:
             self.peer.close()
         self.listener.close()
 
-    def _read(self, nbytes: int) -> bytes:
+    def _read(self, nbytes):
         data = b""
         while len(data) < nbytes:
             part = self.peer.recv(nbytes - len(data))
@@ -35,13 +33,13 @@ class Reducer:
             data += part
         return data
 
-    def _frame(self) -> tuple[int, bytes]:
+    def _frame(self):
         flags, size = self._read(2)
         if flags & LONG:
             (size,) = struct.unpack(">Q", bytes([size]) + self._read(7))
         return flags, self._read(size)
 
-    def hear(self, kind: M) -> tuple[Header, np.ndarray]:
+    def hear(self, kind):
         """Return the next message of a kind; others, and ZMTP's heartbeats, are not answered."""
         while True:
             flags, body = self._frame()
@@ -52,26 +50,26 @@ class Reducer:
             if header.type is kind:
                 return header, np.frombuffer(payload, np.uint8)
 
-    def accept(self) -> None:
+    def accept(self):
         """Say our part of the handshake."""
         self.peer, _ = self.listener.accept()
         self.peer.settimeout(5)
         self.peer.sendall(GREETING + READY)
 
-    def hear_greeting(self) -> None:
+    def hear_greeting(self):
         self._read(len(GREETING))
 
-    def welcome(self) -> None:
+    def welcome(self):
         self.accept()
         self.hear_greeting()
         hello, _ = self.hear(M.HELLO)
         self.peer.sendall(message(Header(M.WELCOME, window=hello.window), encode(Welcome("1"))))
 
 
-def message(header: Header, payload: bytes) -> bytes:
+def message(header, payload):
     return frame(header.pack(), MORE) + frame(payload)
 
 
-def result(contribution: Header, payload: bytes) -> bytes:
+def result(contribution, payload):
     header = contribution._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
     return message(header, payload)

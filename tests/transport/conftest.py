@@ -1,10 +1,7 @@
 """Clients that have joined scripted reducers."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
@@ -16,38 +13,25 @@ from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
-
 
 @pytest.fixture(params=["plain", "compiled"])
-def impl(request: pytest.FixtureRequest) -> str:
+def impl(request):
     return request.param
 
 
 @pytest.fixture
-def context() -> Iterator[zmq.Context]:
+def context():
     context = zmq.Context()
     yield context
     context.destroy(linger=0)
 
 
 @pytest.fixture
-def joined(
-    impl: str, context: zmq.Context
-) -> Iterator[Callable[..., tuple[Client, list[Reducer]]]]:
+def joined(impl, context):
     """Make a client of rank 0 of 2 that has joined some reducers."""
     with ExitStack() as stack:
 
-        def make(
-            reducers: int = 1,
-            window: int = MIB,
-            timeout_s: float = 10.0,
-            receive_limit: int = 0,
-            **more: Any,
-        ) -> tuple[Client, list[Reducer]]:
+        def make(reducers=1, window=MIB, timeout_s=10.0, receive_limit=0, **more):
             pool = [Reducer(context, receive_limit) for _ in range(reducers)]
             for reducer in pool:
                 stack.callback(reducer.socket.close)
@@ -66,9 +50,7 @@ def joined(
 
 
 @pytest.fixture
-def post(
-    impl: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Post]:
+def post(impl, request, monkeypatch):
     # Else libzmq closes connections that answer no heartbeats, and the guard need not.
     monkeypatch.setattr(plain_transport, "heartbeats", lambda _: None)
     with ExitStack() as stack:

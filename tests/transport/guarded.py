@@ -1,11 +1,8 @@
 """A reducer's guard on duty, and what its tests ask of peers."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import closing
 
 from bench.intruder import Worker
 from bench.lines import Bare
@@ -21,12 +18,6 @@ from reducer.wire.header import Header
 from reducer.wire.messages import Stream, Welcome, decode, encode
 from tests.transport.scripted import HOST
 
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-T = TypeVar("T")
-
 WAIT_S = 60.0
 PATIENCE = Patience(max_connections=1000, hello_s=10.0)
 M = MessageType
@@ -41,7 +32,7 @@ class Post:
         guard, engine, transport: those on duty.
     """
 
-    def __init__(self, impl: str, patience: Patience, stack: ExitStack) -> None:
+    def __init__(self, impl, patience, stack):
         self.now = 0.0
         table = kernels.select(None)
         chosen = implementation.select(impl, table)
@@ -49,7 +40,7 @@ class Post:
         if chosen is implementation.PLAIN:
             context = make_context(1)
             stack.callback(context.destroy, linger=0)
-        make: Any = chosen.transport
+        make = chosen.transport
         self.transport = make(f"tcp://{HOST}:0", context)
         stack.callback(self.transport.close)
         self.engine = Engine(
@@ -65,31 +56,31 @@ class Post:
         self._stack = stack
         self.address = f"{HOST}:{self.transport.port}"
 
-    def step(self) -> None:
+    def step(self):
         """Serve for a moment, and let the guard look."""
         self._loop.step(0.005)
         self._loop.send(self.guard.look(self.now))
 
-    def until(self, holds: Callable[[], bool]) -> None:
+    def until(self, holds):
         """Go on until something is so."""
         deadline = time.monotonic() + WAIT_S
         while not holds():
             assert time.monotonic() < deadline, "it never came to that"
             self.step()
 
-    def meanwhile(self, act: Callable[[], T]) -> T:
+    def meanwhile(self, act):
         """Serve while something is done that waits for that."""
         with ThreadPoolExecutor(1) as thread:
             done = thread.submit(act)
             self.until(done.done)
             return done.result()
 
-    def stranger(self, *, greets: bool = True) -> socket.socket:
+    def stranger(self, *, greets=True):
         """Connect, shake hands, and be known to the guard."""
         here = self.guard.connections
         peer = self._stack.enter_context(dial(self.address))
 
-        def greet() -> None:
+        def greet():
             peer.sendall(HANDSHAKE)
             received = b""
             while len(received) <= len(GREETING):  # and the READY after it
@@ -100,7 +91,7 @@ class Post:
         self.until(lambda: self.guard.connections == here + 1)
         return peer
 
-    def member(self, job: str, **settings: int) -> Worker:
+    def member(self, job, **settings):
         """Join a job."""
         here = settings.pop("came", self.members.get(job, 0) + 1) - 1
         settings.setdefault("patience_ms", LONGEST_PATIENCE_MS)  # it says nothing by itself
@@ -110,7 +101,7 @@ class Post:
         worker.ticket = decode(Welcome, answer(worker, M.WELCOME)).ticket
         return worker
 
-    def stream(self, worker: Worker, number: int = 1) -> Bare:
+    def stream(self, worker, number=1):
         """Give a member another stream."""
         line = self.meanwhile(lambda: Bare(self.address))
         self._stack.enter_context(closing(line))
@@ -120,17 +111,17 @@ class Post:
         return line
 
     @property
-    def members(self) -> dict[str, int]:
+    def members(self):
         """Number of members by job."""
         return {job.name: len(job.members) for job in self.engine.jobs}
 
     @property
-    def closed(self) -> int:
+    def closed(self):
         """How many connections the guard has ended."""
         return self.engine.counters.closed
 
 
-def ended(peer: socket.socket) -> bool:
+def ended(peer):
     """Whether the other side has hung up; what it said before is passed over."""
     peer.settimeout(0.001)
     try:
@@ -141,7 +132,7 @@ def ended(peer: socket.socket) -> bool:
         return True
 
 
-def answer(worker: Worker, kind: MessageType) -> bytes:
+def answer(worker, kind):
     """Hear the next message but for PINGs, which is to be of this kind; return its body."""
     header, body = worker.hear()
     while header.type is M.PING:
@@ -150,7 +141,7 @@ def answer(worker: Worker, kind: MessageType) -> bytes:
     return body
 
 
-def rounds(post: Post, number: int = 20) -> None:
+def rounds(post, number=20):
     """Let some time pass in which nothing should happen."""
     for _ in range(number):
         post.step()

@@ -1,8 +1,6 @@
 """A reducer that says what it is told to."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import zmq
@@ -29,7 +27,7 @@ class Heard(NamedTuple):
 class Reducer:
     """A ROUTER socket that knows one worker and says what it is told to."""
 
-    def __init__(self, context: zmq.Context, receive_limit: int = 0) -> None:
+    def __init__(self, context, receive_limit=0):
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
         self.socket.router_mandatory = True
@@ -39,35 +37,35 @@ class Reducer:
         self.port = self.socket.bind_to_random_port(f"tcp://{HOST}")
         self.worker = b""
 
-    def hear(self, kind: MessageType | None = None, within_s: float = 5.0) -> Heard:
+    def hear(self, kind=None, within_s=5.0):
         assert self.socket.poll(int(within_s * 1000)), f"no {kind and kind.name} came"
         self.worker, *frames = self.socket.recv_multipart()
         header = Header.unpack(frames[0])
         assert kind in {None, header.type}
         return Heard(header, np.frombuffer(frames[1], np.uint8) if len(frames) > 1 else None)
 
-    def hears_nothing(self, for_s: float = 0.1) -> bool:
+    def hears_nothing(self, for_s=0.1):
         return not self.socket.poll(int(for_s * 1000))
 
-    def say(self, *frames: bytes | np.ndarray) -> None:
+    def say(self, *frames):
         self.socket.send_multipart([self.worker, *frames])
 
-    def welcome(self) -> None:
+    def welcome(self):
         hello = self.hear(M.HELLO)
         answer = Header(M.WELCOME, window=hello.header.window)
         self.say(answer.pack(), encode(Welcome(incarnation="1")))
 
-    def answer(self, heard: Heard, **change: Any) -> None:
+    def answer(self, heard, **change):
         """Say what comes out: every byte of the contribution plus one."""
         header = heard.header._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
         payload = change.pop("payload", heard.payload + np.uint8(1))
         self.say(header._replace(**change).pack(), payload)
 
-    def fail(self, sequence: int) -> None:
+    def fail(self, sequence):
         body = encode_error(ReductionTimeout("too late", missing=(1,)))
         self.say(Header(M.ERROR, sequence=sequence).pack(), body)
 
 
-def ramp(nbytes: int) -> np.ndarray:
+def ramp(nbytes):
     """Bytes that say where they come from."""
     return (np.arange(nbytes, dtype=np.uint32) % 251).astype(np.uint8)

@@ -1,12 +1,9 @@
 """What the kernel tells of connections, and how one is ended."""
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -16,15 +13,11 @@ from reducer import tcp_connections
 from reducer.runtime.plain_transport import PlainTransport, make_context
 from reducer.wire.constants import HEADER_BYTES
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
 Pair = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair():
     """Both ends of a connection: the client's and the server's."""
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -33,22 +26,22 @@ def pair() -> Iterator[Pair]:
         yield client, accepted
 
 
-def traffic(descriptor: int) -> tcp_connections.Traffic | None:
+def traffic(descriptor):
     """What has passed over the connection that has this number now."""
     return tcp_connections.traffic(descriptor, tcp_connections.name(descriptor) or ())
 
 
-def moved(descriptor: int) -> tuple[int, int]:
+def moved(descriptor):
     """Bytes read and written."""
     passed = traffic(descriptor)
     assert passed is not None
     return passed.read, passed.written
 
 
-def test_silence_is_since_the_latest_bytes_that_nobody_has_yet_to_read(pair: Pair) -> None:
+def test_silence_is_since_the_latest_bytes_that_nobody_has_yet_to_read(pair):
     client, accepted = pair
 
-    def silent_s() -> float:
+    def silent_s():
         passed = traffic(accepted.fileno())
         assert passed is not None
         return passed.silent_s
@@ -65,7 +58,7 @@ def test_silence_is_since_the_latest_bytes_that_nobody_has_yet_to_read(pair: Pai
     assert silent_s() < 0.95
 
 
-def test_traffic_is_what_was_read_and_written(pair: Pair) -> None:
+def test_traffic_is_what_was_read_and_written(pair):
     client, accepted = pair
     client.sendall(b"x" * 1000)
     assert moved(accepted.fileno()) == (0, 0), "nothing was read yet"
@@ -74,7 +67,7 @@ def test_traffic_is_what_was_read_and_written(pair: Pair) -> None:
     assert moved(accepted.fileno()) == (600, 50)
 
 
-def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
+def test_what_the_kernel_holds_was_written(pair):
     _, accepted = pair
     accepted.setblocking(False)
     written = 0
@@ -84,7 +77,7 @@ def test_what_the_kernel_holds_was_written(pair: Pair) -> None:
     assert moved(accepted.fileno()) == (0, written)
 
 
-def test_an_ended_connection_is_at_its_end_for_both(pair: Pair) -> None:
+def test_an_ended_connection_is_at_its_end_for_both(pair):
     client, accepted = pair
     name = tcp_connections.name(accepted.fileno())
     assert name == (*accepted.getsockname(), *client.getsockname())
@@ -92,7 +85,7 @@ def test_an_ended_connection_is_at_its_end_for_both(pair: Pair) -> None:
     assert client.recv(1) == accepted.recv(1) == b""
 
 
-def test_another_connection_of_that_number_is_left_alone(pair: Pair) -> None:
+def test_another_connection_of_that_number_is_left_alone(pair):
     client, accepted = pair
     name = tcp_connections.name(accepted.fileno())
     assert name is not None
@@ -102,7 +95,7 @@ def test_another_connection_of_that_number_is_left_alone(pair: Pair) -> None:
     assert accepted.recv(1) == b"x"
 
 
-def test_what_is_no_connection_is_none(tmp_path: Path) -> None:
+def test_what_is_no_connection_is_none(tmp_path):
     before = psutil.Process().num_fds()
     with (tmp_path / "file").open("wb") as file:
         for descriptor in (file.fileno(), 1 << 20) * 50:
@@ -112,7 +105,7 @@ def test_what_is_no_connection_is_none(tmp_path: Path) -> None:
     assert psutil.Process().num_fds() < before + 50, "each of them kept one"
 
 
-def test_libzmq_is_told_the_limits() -> None:
+def test_libzmq_is_told_the_limits():
     context = make_context(1)
     transport = PlainTransport(
         "tcp://127.0.0.1:0", context, max_chunk_bytes=1 << 20, handshake_s=0.25
@@ -124,7 +117,7 @@ def test_libzmq_is_told_the_limits() -> None:
     context.destroy()
 
 
-def test_the_numbers_of_peers_do_not_begin_alike() -> None:
+def test_the_numbers_of_peers_do_not_begin_alike():
     """A peer that knows libzmq's next number can abort a reducer; nothing else seeds rand()."""
     found = set()
     for _ in range(4):

@@ -1,7 +1,5 @@
 """The guard: real connections, a clock that the tests turn, and strangers that break rules."""
 
-from __future__ import annotations
-
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,14 +17,14 @@ from reducer.runtime.guard import FAREWELL_S, STRANGERS_PER_LOOK
 from reducer.runtime.plain_transport import LATE_LOOKS
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
-from tests.transport.guarded import MIB, PATIENCE, WAIT_S, M, Post, answer, ended, rounds
+from tests.transport.guarded import MIB, PATIENCE, WAIT_S, M, answer, ended, rounds
 from tests.waits import within_s
 
 # -- strangers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("greets", [False, True])
-def test_who_joins_no_job_in_time_is_shown_out(post: Post, *, greets: bool) -> None:
+def test_who_joins_no_job_in_time_is_shown_out(post, *, greets):
     peer = post.stranger(greets=greets)
     post.now = PATIENCE.hello_s
     rounds(post)
@@ -38,9 +36,7 @@ def test_who_joins_no_job_in_time_is_shown_out(post: Post, *, greets: bool) -> N
 
 
 @pytest.mark.parametrize("impl", ["compiled"])
-def test_a_stranger_without_a_name_is_shown_out(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stranger_without_a_name_is_shown_out(post, monkeypatch):
     """To find a connection's addresses takes a file, and there may be none left."""
     monkeypatch.setattr(tcp_connections, "name", lambda _: None)
     peer = post.stranger()
@@ -50,7 +46,7 @@ def test_a_stranger_without_a_name_is_shown_out(
 
 @pytest.mark.parametrize("impl", ["compiled"])
 @pytest.mark.parametrize("says_hello", [False, True])
-def test_who_is_not_welcome_is_given_no_room(post: Post, *, says_hello: bool) -> None:
+def test_who_is_not_welcome_is_given_no_room(post, *, says_hello):
     """For a payload it is given at once; libzmq reads, and the guard ends that."""
     peer = post.stranger()
     if says_hello:
@@ -61,7 +57,7 @@ def test_who_is_not_welcome_is_given_no_room(post: Post, *, says_hello: bool) ->
     assert post.closed == 0
 
 
-def test_members_may_stay(post: Post) -> None:
+def test_members_may_stay(post):
     worker = post.member("job")
     post.now = 5 * PATIENCE.hello_s
     rounds(post)
@@ -78,7 +74,7 @@ def test_members_may_stay(post: Post) -> None:
     post.until(lambda: post.closed == 1)
 
 
-def test_who_was_a_member_is_a_stranger(post: Post) -> None:
+def test_who_was_a_member_is_a_stranger(post):
     worker = post.member("job", window=0)
     worker.say(worker.common._replace(type=M.GOODBYE).pack())
     post.until(lambda: post.members == {})
@@ -90,7 +86,7 @@ def test_who_was_a_member_is_a_stranger(post: Post) -> None:
     post.until(lambda: post.closed == 1)
 
 
-def test_who_says_more_than_a_hello_is_shown_out(post: Post) -> None:
+def test_who_says_more_than_a_hello_is_shown_out(post):
     modest, peer = post.stranger(), post.stranger()
     modest.sendall(frame(bytes(96), MORE) + frame(bytes(12 << 10))[: guards.STRANGER_BYTES // 2])
     peer.sendall(frame(bytes(1 << 20))[: 2 * guards.STRANGER_BYTES])
@@ -99,7 +95,7 @@ def test_who_says_more_than_a_hello_is_shown_out(post: Post) -> None:
     assert not ended(modest)
 
 
-def test_each_of_many_strangers_is_looked_at_in_turn(post: Post) -> None:
+def test_each_of_many_strangers_is_looked_at_in_turn(post):
     peers = [post.stranger() for _ in range(2 * STRANGERS_PER_LOOK + 10)]
     for peer in peers:
         peer.sendall(frame(bytes(1 << 20))[: 2 * guards.STRANGER_BYTES])
@@ -107,7 +103,7 @@ def test_each_of_many_strangers_is_looked_at_in_turn(post: Post) -> None:
 
 
 @pytest.mark.parametrize("post", [Patience(3, 10.0)], indirect=True)
-def test_the_oldest_strangers_make_way(post: Post) -> None:
+def test_the_oldest_strangers_make_way(post):
     post.member("job")
     peers = []
     for _ in range(4):
@@ -123,7 +119,7 @@ def test_the_oldest_strangers_make_way(post: Post) -> None:
 
 @pytest.mark.parametrize("impl", ["plain"])
 @pytest.mark.parametrize("post", [Patience(2, 10.0)], indirect=True)
-def test_a_job_is_not_pushed_out_by_later_ones(post: Post) -> None:
+def test_a_job_is_not_pushed_out_by_later_ones(post):
     workers = []
     for name in "ab":
         post.now += 1
@@ -146,7 +142,7 @@ def test_a_job_is_not_pushed_out_by_later_ones(post: Post) -> None:
 
 @pytest.mark.parametrize("impl", ["compiled"])
 @pytest.mark.parametrize("post", [Patience(2, 10.0)], indirect=True)
-def test_a_reducer_full_of_members_accepts_again_when_one_leaves(post: Post) -> None:
+def test_a_reducer_full_of_members_accepts_again_when_one_leaves(post):
     first, _ = [post.member(name) for name in "ab"]
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(Worker, post.address, "c")
@@ -161,7 +157,7 @@ def test_a_reducer_full_of_members_accepts_again_when_one_leaves(post: Post) -> 
 
 @pytest.mark.parametrize("impl", ["compiled"])
 @pytest.mark.parametrize("post", [Patience(3, 10.0)], indirect=True)
-def test_no_more_are_accepted_than_there_may_be(post: Post) -> None:
+def test_no_more_are_accepted_than_there_may_be(post):
     with ExitStack() as stack:
         peers = [stack.enter_context(dial(post.address)) for _ in range(30)]
         start = time.monotonic()
@@ -174,14 +170,14 @@ def test_no_more_are_accepted_than_there_may_be(post: Post) -> None:
         assert post.closed == 27
 
 
-def accepted(post: Post) -> int:
+def accepted(post):
     """Count the sockets of a reducer that are connected."""
     found = psutil.Process().net_connections("tcp")
     return sum(one.laddr.port == post.transport.port and bool(one.raddr) for one in found)
 
 
 @pytest.mark.parametrize("impl", ["compiled"])
-def test_a_member_waits_for_a_few_strangers_alone(post: Post) -> None:
+def test_a_member_waits_for_a_few_strangers_alone(post):
     worker = post.member("job", world_size=1)
     peers = [post.stranger() for _ in range(150)]
     for peer in peers:
@@ -195,7 +191,7 @@ def test_a_member_waits_for_a_few_strangers_alone(post: Post) -> None:
     post.until(lambda: post.engine.counters.refused == 150)
 
 
-def test_the_guard_looks_more_often_while_there_is_reason(post: Post) -> None:
+def test_the_guard_looks_more_often_while_there_is_reason(post):
     rounds(post, 2)
     assert post.guard.wait_s == guards.LOOK_S
     peer = post.stranger()
@@ -213,7 +209,7 @@ def test_the_guard_looks_more_often_while_there_is_reason(post: Post) -> None:
 # -- those that were dropped ------------------------------------------------------------------
 
 
-def test_who_was_dropped_may_read_why(post: Post) -> None:
+def test_who_was_dropped_may_read_why(post):
     worker = post.member("job")
     worker.say(b"no header")
     post.until(lambda: post.members == {})
@@ -226,7 +222,7 @@ def test_who_was_dropped_may_read_why(post: Post) -> None:
     assert post.closed == 1
 
 
-def test_who_was_dropped_and_goes_on_is_closed_at_once(post: Post) -> None:
+def test_who_was_dropped_and_goes_on_is_closed_at_once(post):
     worker = post.member("job")
     worker.say(b"no header")
     post.until(lambda: post.members == {})
@@ -234,7 +230,7 @@ def test_who_was_dropped_and_goes_on_is_closed_at_once(post: Post) -> None:
     post.until(lambda: ended(worker.line.connection))
 
 
-def test_nothing_is_remembered_of_who_has_gone(post: Post) -> None:
+def test_nothing_is_remembered_of_who_has_gone(post):
     worker = post.member("job")
     worker.contribute(0, bytes(64))
     post.stranger().close()

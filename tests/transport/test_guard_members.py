@@ -1,12 +1,9 @@
 """What the guard allows members of jobs, and what not."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -16,11 +13,11 @@ from reducer.runtime import guard as guards
 from reducer.runtime.guard import STUCK_LOOKS
 from reducer.runtime.plain_transport import PlainLine
 from reducer.tcp_connections import Traffic
-from tests.transport.guarded import MIB, WAIT_S, M, Post, answer, ended, rounds
+from tests.transport.guarded import MIB, WAIT_S, M, answer, ended, rounds
 from tests.waits import eventually
 
 
-def test_who_sends_beyond_its_window_is_dropped(post: Post) -> None:
+def test_who_sends_beyond_its_window_is_dropped(post):
     worker = post.member("job", window=MIB)
     (job,) = post.engine.jobs
     payload = bytes(1 << 18)
@@ -35,7 +32,7 @@ def test_who_sends_beyond_its_window_is_dropped(post: Post) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_who_reads_no_results_is_dropped_and_does_not_hold_up_the_end(post: Post) -> None:
+def test_who_reads_no_results_is_dropped_and_does_not_hold_up_the_end(post):
     worker = post.member("job", world_size=1, window=MIB)
     post.member("other", world_size=1, window=MIB)
     payload, chunk = bytes(1 << 18), 0
@@ -48,7 +45,7 @@ def test_who_reads_no_results_is_dropped_and_does_not_hold_up_the_end(post: Post
     rounds(post)  # now libzmq has ended the connection, and the context is destroyed after it
 
 
-def test_what_is_in_slots_counts_as_well(post: Post) -> None:
+def test_what_is_in_slots_counts_as_well(post):
     worker = post.member("job")
     post.member("job", rank=1)
     (job,) = post.engine.jobs
@@ -62,10 +59,10 @@ def test_what_is_in_slots_counts_as_well(post: Post) -> None:
     assert job.members.keys() == {1}, "it is the other one's fault"
 
 
-def test_what_waits_of_honest_members_is_no_offence(post: Post) -> None:
+def test_what_waits_of_honest_members_is_no_offence(post):
     worker = post.member("job", world_size=1, window=8 * MIB)
 
-    def reduce() -> None:
+    def reduce():
         for chunk in range(60 + 4):  # so many are under way
             if chunk < 60:
                 worker.contribute(0, bytes(MIB), chunk * MIB)
@@ -81,7 +78,7 @@ def test_what_waits_of_honest_members_is_no_offence(post: Post) -> None:
 
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
 @pytest.mark.parametrize("begins", [[], [96], [96, 10]], ids=["at once", "payload", "third frame"])
-def test_a_frame_where_none_may_be_ends_the_connection(post: Post, begins: list[int]) -> None:
+def test_a_frame_where_none_may_be_ends_the_connection(post, begins):
     worker = post.member("job", window=64 * MIB)
     for nbytes in begins:
         worker.line.connection.sendall(frame(bytes(nbytes), MORE))
@@ -92,7 +89,7 @@ def test_a_frame_where_none_may_be_ends_the_connection(post: Post, begins: list[
 
 
 @pytest.mark.parametrize("impl", ["plain"], indirect=True)
-def test_a_message_without_an_end_is_found_out(post: Post) -> None:
+def test_a_message_without_an_end_is_found_out(post):
     worker = post.member("job", window=64 * MIB)
     worker.line.connection.sendall(frame(bytes(1 << 16), MORE) * 32)
     for _ in range(2 * STUCK_LOOKS):
@@ -103,7 +100,7 @@ def test_a_message_without_an_end_is_found_out(post: Post) -> None:
     assert post.engine.counters.dropped == 1
 
 
-def test_who_is_taken_from_is_not_stuck() -> None:
+def test_who_is_taken_from_is_not_stuck():
     connection = guards.Connection(line(), 0.0, 0.0)
     assert not any(connection.is_stuck(3, float(now), endless=False) for now in range(100))
     found = [
@@ -113,14 +110,14 @@ def test_who_is_taken_from_is_not_stuck() -> None:
     assert found == [False, False, False, False, True]
 
 
-def test_looks_in_no_time_do_not_make_anybody_stuck() -> None:
+def test_looks_in_no_time_do_not_make_anybody_stuck():
     connection = guards.Connection(line(), 0.0, 0.0)
     times = [0.0] * 50 + [guards.STUCK_S / 2] * 50 + [guards.STUCK_S]
     assert [connection.is_stuck(3, at, endless=True) for at in times] == [False] * 100 + [True]
 
 
 @pytest.mark.parametrize("impl", ["plain"], indirect=True)
-def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: Post) -> None:
+def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post):
     lower = [os.open(os.devnull, os.O_RDONLY) for _ in range(100)]  # the worker's are above them
     worker = post.member("job", world_size=1, window=8 * MIB)
     post.member("job 2")
@@ -156,7 +153,7 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post: 
 
 
 @pytest.mark.parametrize("impl", ["plain"], indirect=True)
-def test_what_a_broken_connection_had_said_is_not_the_next_ones(post: Post) -> None:
+def test_what_a_broken_connection_had_said_is_not_the_next_ones(post):
     post.member("first").close()
     post.until(lambda: post.guard.connections == 0)
     (first,) = post.transport._peers
@@ -174,7 +171,7 @@ def test_what_a_broken_connection_had_said_is_not_the_next_ones(post: Post) -> N
 
 
 @pytest.mark.parametrize("impl", ["plain"], indirect=True)
-def test_heartbeats_that_were_not_sent_are_not_saved_up(post: Post) -> None:
+def test_heartbeats_that_were_not_sent_are_not_saved_up(post):
     worker = post.member("job", window=MIB)
     (job,) = post.engine.jobs
     for _ in range(100):
@@ -190,14 +187,14 @@ def test_heartbeats_that_were_not_sent_are_not_saved_up(post: Post) -> None:
     post.until(lambda: post.members == {})
 
 
-def test_heartbeats_are_allowed_however_often_the_guard_looks() -> None:
+def test_heartbeats_are_allowed_however_often_the_guard_looks():
     looked_at = line()
     for look in range(10_000):
         load = looked_at.weigh(Traffic(look // 2, 0), 0, 0, look / 1000)  # 500 bytes a second
     assert load.unread <= 1
 
 
-def test_what_libzmq_says_of_its_own_is_no_credit_for_results() -> None:
+def test_what_libzmq_says_of_its_own_is_no_credit_for_results():
     looked_at = line()
     for at in range(100):  # the peer reads everything, and libzmq's heartbeats as well
         passed = Traffic(1000 * at, 1000 * at + 100 * at)
@@ -206,14 +203,14 @@ def test_what_libzmq_says_of_its_own_is_no_credit_for_results() -> None:
     assert looked_at.weigh(Traffic(99_000, 108_900), 99_000, 99_000 + MIB, 100.0).unsent == MIB
 
 
-def test_members_of_many_jobs_have_their_turns(post: Post, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_of_many_jobs_have_their_turns(post, monkeypatch):
     monkeypatch.setattr(guards, "MEMBERS_PER_LOOK", 2)
     for number in range(6):
         post.member(f"job {number}")
     looked = []
     weigh = guards.Guard._weigh
 
-    def count(connection: guards.Connection, *arguments: Any) -> object:
+    def count(connection, *arguments):
         looked.append(connection.line.name)
         return weigh(connection, *arguments)
 
@@ -224,7 +221,7 @@ def test_members_of_many_jobs_have_their_turns(post: Post, monkeypatch: pytest.M
     assert len(set(looked)) == 6
 
 
-def test_a_long_message_may_take_its_time(post: Post) -> None:
+def test_a_long_message_may_take_its_time(post):
     worker = post.member("job", window=64 * MIB)
     whole = frame(worker.common.pack(), MORE) + frame(bytes(MIB))
     worker.line.connection.sendall(whole[: MIB // 2])
@@ -237,7 +234,7 @@ def test_a_long_message_may_take_its_time(post: Post) -> None:
     [("plain", False, True), ("plain", True, False), ("compiled", True, True)],
     indirect=["impl"],
 )
-def test_heartbeats_count_only_if_they_are_held(post: Post, *, at_once: bool, stays: bool) -> None:
+def test_heartbeats_count_only_if_they_are_held(post, *, at_once, stays):
     """Nobody can tell how many libzmq holds; our own loop holds none."""
     worker = post.member("job", patience_ms=60_000)  # the clock is ahead of what is sent
     (job,) = post.engine.jobs
@@ -256,12 +253,12 @@ def test_heartbeats_count_only_if_they_are_held(post: Post, *, at_once: bool, st
     assert post.members == ({"job": 1} if stays else {})
 
 
-def test_each_job_is_patient_for_as_long_as_it_says(post: Post) -> None:
+def test_each_job_is_patient_for_as_long_as_it_says(post):
     for name, patience_ms in (("short", 500), ("long", 5000)):
         post.member(name, patience_ms=patience_ms)
     begun = time.monotonic()
 
-    def found() -> bool:
+    def found():
         post.now = time.monotonic() - begun
         return len(silent(post)) == 1
 
@@ -273,7 +270,7 @@ def test_each_job_is_patient_for_as_long_as_it_says(post: Post) -> None:
 
 
 @pytest.mark.parametrize("begins", ["not", "half", "all but the last frame"])
-def test_heartbeats_do_not_stand_for_the_rest_of_a_message(post: Post, begins: str) -> None:
+def test_heartbeats_do_not_stand_for_the_rest_of_a_message(post, begins):
     worker = post.member("job", patience_ms=500, window=MIB)
     header = frame(worker.common.pack(), MORE)
     if begins == "half":
@@ -288,7 +285,7 @@ def test_heartbeats_do_not_stand_for_the_rest_of_a_message(post: Post, begins: s
     assert silent(post) == ["job"] * (begins != "not")
 
 
-def test_a_message_may_come_slowly(post: Post) -> None:
+def test_a_message_may_come_slowly(post):
     worker = post.member("job", patience_ms=500, window=MIB)
     whole = frame(worker.common.pack(), MORE) + frame(bytes(MIB))
     for at in range(0, 20 * 4096, 4096):
@@ -299,7 +296,7 @@ def test_a_message_may_come_slowly(post: Post) -> None:
 
 
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
-def test_what_waits_to_be_read_was_heard(post: Post) -> None:
+def test_what_waits_to_be_read_was_heard(post):
     """The loop may not have polled since, if this process was stopped meanwhile."""
     worker = post.member("job")
     ((_, connection),) = post.guard._connections.items()
@@ -312,7 +309,7 @@ def test_what_waits_to_be_read_was_heard(post: Post) -> None:
 
 
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
-def test_frames_without_an_end_end_a_connection(post: Post) -> None:
+def test_frames_without_an_end_end_a_connection(post):
     worker = post.member("job")
     worker.line.connection.sendall(frame(b"", MORE) * 10)
     rounds(post)
@@ -321,7 +318,7 @@ def test_frames_without_an_end_end_a_connection(post: Post) -> None:
     post.until(lambda: ended(worker.line.connection))
 
 
-def test_a_reducer_that_did_not_run_has_missed_nobody(post: Post) -> None:
+def test_a_reducer_that_did_not_run_has_missed_nobody(post):
     post.member("job", patience_ms=500)
     rounds(post, 2)
     time.sleep(0.8)  # the kernel knows of it, and the clock of the loop does not
@@ -335,17 +332,17 @@ def test_a_reducer_that_did_not_run_has_missed_nobody(post: Post) -> None:
     post.until(lambda: silent(post) == ["job"])
 
 
-def line() -> PlainLine:
+def line():
     """What the kernel could tell of, if it were there."""
     return PlainLine(0, ())
 
 
-def descriptors(post: Post) -> set[int]:
+def descriptors(post):
     """libzmq's, of the connections that the guard knows."""
     return {connection.line.descriptor for connection in post.guard._connections.values()}
 
 
-def silent(post: Post) -> list[str]:
+def silent(post):
     """Names of jobs of which a member is given up in a while."""
     away = post.engine._unreachable
     return [job.name for job in post.engine.jobs for m in job.members.values() if m.peer in away]

@@ -1,22 +1,16 @@
 """Who hangs up while a reducer is busy does nothing to it."""
 
-from __future__ import annotations
-
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 import pytest
 
 from bench.zmtp import GREETING, HANDSHAKE, MORE, dial, frame
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-
-if TYPE_CHECKING:
-    from tests.transport.guarded import Post
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
@@ -45,7 +39,7 @@ context.destroy()
 """
 
 
-def test_a_peer_that_hangs_up_with_much_unread() -> None:
+def test_a_peer_that_hangs_up_with_much_unread():
     size = len(HANDSHAKE) + len(MESSAGES)
     with subprocess.Popen(
         [sys.executable, "-c", REDUCER, str(size)],
@@ -70,7 +64,7 @@ def test_a_peer_that_hangs_up_with_much_unread() -> None:
 
 
 @pytest.mark.parametrize("impl", ["compiled"])
-def test_what_a_stranger_is_told_last_reaches_it_when_the_reducer_ends(post: Post) -> None:
+def test_what_a_stranger_is_told_last_reaches_it_when_the_reducer_ends(post):
     size = 16 << 20  # more than the kernel takes at once
     peer = post.stranger()
     first = (1).to_bytes(7, "little")
@@ -87,7 +81,7 @@ def test_what_a_stranger_is_told_last_reaches_it_when_the_reducer_ends(post: Pos
 
 
 @pytest.mark.parametrize("impl", ["compiled"])
-def test_a_member_that_leaves_with_results_that_nobody_could_take(post: Post) -> None:
+def test_a_member_that_leaves_with_results_that_nobody_could_take(post):
     # Its results fail one after the other, and its GOODBYE is read before anybody hears of that:
     # under the address sanitizer nothing may be read of the member, which is freed then.
     worker = post.member("alone", world_size=1)

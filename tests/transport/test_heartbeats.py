@@ -1,12 +1,9 @@
 """Heartbeats are sent by a thread of their own, and no peer's keeps the others waiting."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,24 +15,18 @@ from worker_client.protocol.spec import Heartbeats
 from worker_client.runtime import implementation
 from worker_client.runtime.transport import Connected
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.transport.guarded import Post
-    from worker_client.runtime.transport import Transport
-
 BUSY_S = 1.1  # of a program that holds the GIL, say; longer than the patience of most peers
 ROUTER = b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0"
 PING = b"\4PING\0\0"
 
 
 @pytest.fixture(params=["compiled"])
-def impl(request: pytest.FixtureRequest) -> str:
+def impl(request):
     """libzmq's threads do it for the plain one."""
     return request.param
 
 
-def unread(peer: socket.socket) -> bytes:
+def unread(peer):
     """Return the bytes that the peer has sent so far."""
     peer.setblocking(False)
     found = bytearray()
@@ -46,9 +37,9 @@ def unread(peer: socket.socket) -> bytes:
 
 
 @pytest.fixture
-def connected() -> Iterator[tuple[Transport, socket.socket]]:
+def connected():
     """A worker's transport, and the reducer's end of its connection."""
-    chosen: Any = implementation.select("compiled")
+    chosen = implementation.select("compiled")
     flight = chosen.flight(Header(M.HELLO))
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -59,7 +50,7 @@ def connected() -> Iterator[tuple[Transport, socket.socket]]:
         peer = stack.enter_context(listener.accept()[0])
         peer.sendall(GREETING + frame(ROUTER, COMMAND))
 
-        def reached() -> bool:
+        def reached():
             transport.wait(0.1)
             return Connected(0) in transport.events()
 
@@ -68,18 +59,14 @@ def connected() -> Iterator[tuple[Transport, socket.socket]]:
         yield transport, peer
 
 
-def test_a_worker_is_heard_while_nobody_runs_its_loop(
-    connected: tuple[Transport, socket.socket],
-) -> None:
+def test_a_worker_is_heard_while_nobody_runs_its_loop(connected):
     _, peer = connected
     unread(peer)
     time.sleep(BUSY_S)
     assert unread(peer).count(PING) >= 5
 
 
-def test_a_worker_with_much_to_send_is_heard_while_nobody_runs_its_loop(
-    connected: tuple[Transport, socket.socket],
-) -> None:
+def test_a_worker_with_much_to_send_is_heard_while_nobody_runs_its_loop(connected):
     transport, peer = connected
     for _ in range(64):
         transport.send(0, Header(M.PING).pack(), bytes(1 << 20))
@@ -88,28 +75,28 @@ def test_a_worker_with_much_to_send_is_heard_while_nobody_runs_its_loop(
         time.sleep(BUSY_S / 5)
 
 
-def test_a_reducer_is_heard_while_nobody_runs_its_loop(post: Post) -> None:
+def test_a_reducer_is_heard_while_nobody_runs_its_loop(post):
     peer = post.stranger()
     unread(peer)
     time.sleep(BUSY_S)
     assert unread(peer).count(PING) >= 3
 
 
-def test_each_of_many_is_heard_while_nobody_runs_the_loop(post: Post) -> None:
+def test_each_of_many_is_heard_while_nobody_runs_the_loop(post):
     """They are sent a few at a time, so that data need not wait for all."""
     peers = [post.stranger() for _ in range(150)]
     for peer in peers:
         unread(peer)
     said = [b""] * len(peers)
 
-    def heard() -> bool:
+    def heard():
         said[:] = [before + unread(peer) for before, peer in zip(said, peers, strict=True)]
         return min(text.count(PING) for text in said) >= 3
 
     eventually(heard)
 
 
-def test_who_is_sent_something_is_sent_no_heartbeats_besides(post: Post) -> None:
+def test_who_is_sent_something_is_sent_no_heartbeats_besides(post):
     peer = post.stranger()
     unread(peer)
     received, end = b"", time.monotonic() + BUSY_S
@@ -124,12 +111,12 @@ def test_who_is_sent_something_is_sent_no_heartbeats_besides(post: Post) -> None
     assert unread(peer).count(PING) >= 1
 
 
-def test_pings_without_end_keep_nobody_waiting(post: Post) -> None:
+def test_pings_without_end_keep_nobody_waiting(post):
     worker = post.member("job")
     flood = frame(PING, COMMAND) * 100_000
     stop = threading.Event()
 
-    def ping() -> None:
+    def ping():
         with suppress(OSError):  # it was told to go
             while not stop.is_set():
                 worker.line.connection.sendall(flood)

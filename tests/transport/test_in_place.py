@@ -1,10 +1,7 @@
 """Results of a reducer that a rank hosts are read straight into the caller's buffer."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,24 +15,19 @@ from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from worker_client.client.client import Client
-
 pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 HOSTED = {0: 1}  # rank 1 hosts the only reducer
 
 
 @pytest.fixture
-def reducer() -> Iterator[Reducer]:
+def reducer():
     made = Reducer()
     yield made
     made.close()
 
 
 @pytest.fixture(params=[HOSTED, {}], ids=["hosted", "of a pool"])
-def client(reducer: Reducer, request: pytest.FixtureRequest) -> Iterator[Client]:
+def client(reducer, request):
     address = f"{HOST}:{reducer.listener.getsockname()[1]}"
     spec = JobSpec("job", 0, 0, 2, (address,), MIB, CHUNK, hosts=request.param)
     with ThreadPoolExecutor(1) as thread:
@@ -47,7 +39,7 @@ def client(reducer: Reducer, request: pytest.FixtureRequest) -> Iterator[Client]
         yield client
 
 
-def half_read(reducer: Reducer, client: Client, data: np.ndarray) -> tuple[object, bytes]:
+def half_read(reducer, client, data):
     """Begin an all-reduce, and send half of its only result; return what is left of that."""
     work = client.all_reduce(data, op="max")
     header, _ = reducer.hear(M.CONTRIBUTION)
@@ -57,7 +49,7 @@ def half_read(reducer: Reducer, client: Client, data: np.ndarray) -> tuple[objec
 
 
 @pytest.mark.parametrize("client", [HOSTED], indirect=True)
-def test_a_result_is_in_its_place_before_it_is_whole(reducer: Reducer, client: Client) -> None:
+def test_a_result_is_in_its_place_before_it_is_whole(reducer, client):
     data = ramp(CHUNK)
     work, rest = half_read(reducer, client, data)
     eventually(lambda: not (data[: CHUNK // 2] != 255).any(), 2.0)
@@ -67,7 +59,7 @@ def test_a_result_is_in_its_place_before_it_is_whole(reducer: Reducer, client: C
 
 
 @pytest.mark.parametrize("client", [{}], indirect=True)
-def test_what_another_reducer_may_need_is_left(reducer: Reducer, client: Client) -> None:
+def test_what_another_reducer_may_need_is_left(reducer, client):
     data = ramp(CHUNK)
     work, rest = half_read(reducer, client, data)
     time.sleep(0.3)
@@ -76,9 +68,7 @@ def test_what_another_reducer_may_need_is_left(reducer: Reducer, client: Client)
     assert (work.wait(5) == 255).all()
 
 
-def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(
-    reducer: Reducer, client: Client
-) -> None:
+def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(reducer, client):
     data = ramp(CHUNK)
     work, rest = half_read(reducer, client, data)
     with pytest.raises(ReductionTimeout):
@@ -94,7 +84,7 @@ def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(
 
 
 @pytest.mark.parametrize("at", [1, HEADER_BYTES + 20, 1000, CHUNK])
-def test_any_cut_is_the_same(reducer: Reducer, client: Client, at: int) -> None:
+def test_any_cut_is_the_same(reducer, client, at):
     for _ in range(3):
         data = ramp(2 * CHUNK + 64)
         work = client.all_reduce(data, op="max")

@@ -3,8 +3,6 @@
 What goes wrong here shows under the sanitizers: `make sanitize-threads`, `make sanitize`.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import socket
@@ -15,7 +13,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,17 +28,12 @@ from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation as workers
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-
 reducer_loop = pytest.importorskip("reducer.runtime._loop", reason="needs the compiled loop")
 worker_loop = pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 CONNECTIONS = 100  # the table of them grows four times
 
 
-def beside(act: Callable[[], object], meanwhile: Callable[[], object]) -> None:
+def beside(act, meanwhile):
     """Do one thing in a thread, and another one again and again until that is done."""
     thread = threading.Thread(target=act)
     thread.start()
@@ -50,13 +42,13 @@ def beside(act: Callable[[], object], meanwhile: Callable[[], object]) -> None:
     thread.join()
 
 
-def test_a_connection_is_looked_up_while_others_come() -> None:
+def test_a_connection_is_looked_up_while_others_come():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         sockets = reducer_loop.Sockets(listener.fileno())
-        met: list[object] = []
+        met = []
 
-        def meet() -> None:
+        def meet():
             met.extend(sockets.meet() for _ in range(CONNECTIONS))
 
         beside(meet, lambda: sockets.is_suspended(1) or sockets.load(1))
@@ -64,15 +56,15 @@ def test_a_connection_is_looked_up_while_others_come() -> None:
         sockets.end(0)
 
 
-def test_a_loop_may_be_woken_while_it_ends_and_afterwards() -> None:
-    flight: Any = workers.select("compiled").flight(Header(MessageType.HELLO))
+def test_a_loop_may_be_woken_while_it_ends_and_afterwards():
+    flight = workers.select("compiled").flight(Header(MessageType.HELLO))
     for _ in range(50):
         loop = worker_loop.Loop(flight, 1.0)
         beside(lambda loop=loop: loop.end(0), lambda loop=loop: loop.wake() or loop.resume(False))
         loop.wake()
 
 
-def test_a_loop_that_cannot_be_made_closes_nobodys_file() -> None:
+def test_a_loop_that_cannot_be_made_closes_nobodys_file():
     kept = os.dup(0)
     try:
         for wrong in ("no flight", None):
@@ -86,10 +78,10 @@ def test_a_loop_that_cannot_be_made_closes_nobodys_file() -> None:
         os.close(kept)
 
 
-def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds() -> None:
+def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
     table = kernels.select(None)
     chosen = reducers.select("compiled", table)
-    transport: Any = chosen.transport("tcp://127.0.0.1:0", None)
+    transport = chosen.transport("tcp://127.0.0.1:0", None)
     engine = Engine(table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1")
     with closing(transport):
         core = reducer_loop.Core(engine, transport)
@@ -109,14 +101,14 @@ def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds() -> None:
         )
         assert core.offer(bytes([1] * 7), chunk.pack(), bytes(4)) == [], "its slot holds a payload"
     # As a lane keeps its frames that has failed, and these keep the lane.
-    engine.keeps = [core]  # type: ignore[attr-defined]
+    engine.keeps = [core]
     del engine, transport
     gc.collect()  # from here on its lists begin with the core, which it so clears first
     del core
     gc.collect()
 
 
-def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process() -> None:
+def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process():
     settings = config.load(bind="tcp://127.0.0.1:0", impl="compiled", threads=2)
     with ExitStack() as stack:
         hosted = server.Server(settings)
@@ -125,14 +117,14 @@ def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process() -> None
         composer = Composer(workers.select("compiled"), 20.0, 20.0, context=hosted.context)
         ranks = stack.enter_context(ThreadPoolExecutor(2))
 
-        def join(rank: int) -> Client:
+        def join(rank):
             inproc = hosted.inproc if rank == 0 else {}  # the other one takes sockets
             spec = JobSpec("job", 0, rank, 2, (hosted.address,), MIB, inproc=inproc)
             return composer.client(spec)
 
         clients = [stack.enter_context(client) for client in ranks.map(join, range(2))]
 
-        def reduce(client: Client) -> None:
+        def reduce(client):
             for count in (1, 1000, 300_000):
                 data = np.ones(count, np.float32)
                 assert (client.all_reduce(data, op="sum").wait(20) == 2).all()
@@ -180,7 +172,7 @@ for step in range(2):
 
 @pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="a sanitizer has terabytes of its own")
 @pytest.mark.parametrize("side", HOLDERS)
-def test_secret_keys_are_wiped(side: str) -> None:
+def test_secret_keys_are_wiped(side):
     """No copy is left of a key but those that Python itself has."""
     secret = os.urandom(32)
     program = HOLD.format(holder=textwrap.dedent(HOLDERS[side]))
@@ -199,7 +191,7 @@ def test_secret_keys_are_wiped(side: str) -> None:
     assert copies[1] <= copies[0]
 
 
-def memory_of(process: int) -> bytes:
+def memory_of(process):
     """What a process has written to its memory."""
     found = []
     maps = Path(f"/proc/{process}/maps").read_text(encoding="ascii").splitlines()

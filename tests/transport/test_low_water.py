@@ -1,13 +1,10 @@
 """The poll tells of results when several have come, but waits for none that may not come."""
 
-from __future__ import annotations
-
 import fcntl
 import select
 import socket
 import sys
 import termios
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,9 +17,6 @@ from tests.worker_client.flights import opened, submit
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 _loop = pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 IN_FLIGHT = 6  # chunks, and results for half of them are awaited
 
@@ -30,7 +24,7 @@ IN_FLIGHT = 6  # chunks, and results for half of them are awaited
 class Worker:
     """A loop over one connection, and the other end of that."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer):
         self._reducer = reducer
         self._flight = opened("compiled", links=1, window=IN_FLIGHT * (CHUNK + 8 * HEADER_BYTES))
         self._loop = _loop.Loop(self._flight, 3600.0)
@@ -45,22 +39,22 @@ class Worker:
                 continue
         reducer.hear_greeting()
 
-    def close(self) -> None:
+    def close(self):
         self._loop.end(0)
         self._socket.close()
 
-    def submit(self, chunks: int) -> None:
+    def submit(self, chunks):
         data = bytearray(chunks * CHUNK)
         mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 10.0)
         submit(self._flight, mine, [LinkShard(0, 0, len(data))], CHUNK, 0)
 
-    def refill(self, sends: int) -> list[Header]:
+    def refill(self, sends):
         """Send what the window has room for; return those contributions."""
         self._loop.refill()
         self._loop.run(0)
         return [self._reducer.hear(M.CONTRIBUTION)[0] for _ in range(sends)]
 
-    def hear(self, *contributions: Header) -> bool:
+    def hear(self, *contributions):
         """Whether the poll tells of the results of these, once they have all come."""
         said = b"".join(result(one, bytes(CHUNK)) for one in contributions)
         come = unread(self._socket) + len(said)
@@ -69,29 +63,29 @@ class Worker:
         return self.readable
 
     @property
-    def readable(self) -> bool:
+    def readable(self):
         """Whether the poll tells of the connection."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
 
-    def take(self, contribution: Header) -> None:
+    def take(self, contribution):
         """Read its result, and wait for others."""
         while self._flight.expects(0, contribution.sequence, contribution.offset):
             self._loop.run(1)
             self._loop.news()
 
-    def fail(self, sequence: int) -> None:
+    def fail(self, sequence):
         """End an all-reduce before all of its results have come."""
         self._loop.detach(sequence)
         self._flight.end(sequence)
 
-    def hear_an_error(self) -> object:
+    def hear_an_error(self):
         """Have the reducer send one; return the message."""
         self._reducer.peer.sendall(message(Header(M.ERROR), b"{}"))
-        heard: list[object] = []
+        heard = []
 
-        def comes() -> bool:
+        def comes():
             self._loop.run(1000)
             heard[:] = [self._loop.news()[1]]
             return heard != [None]
@@ -100,13 +94,13 @@ class Worker:
         return heard[0]
 
 
-def unread(connection: socket.socket) -> int:
+def unread(connection):
     """Return how many received bytes of a connection wait in the kernel."""
     return int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def worker():
     reducer = Reducer()
     made = Worker(reducer)
     yield made
@@ -114,7 +108,7 @@ def worker() -> Iterator[Worker]:
     reducer.close()
 
 
-def test_several_results_of_a_long_buffer_are_told_of_at_once(worker: Worker) -> None:
+def test_several_results_of_a_long_buffer_are_told_of_at_once(worker):
     worker.submit(40)
     first, *others = worker.refill(IN_FLIGHT)
     assert worker.hear(first)
@@ -124,7 +118,7 @@ def test_several_results_of_a_long_buffer_are_told_of_at_once(worker: Worker) ->
     assert worker.hear(others[2])
 
 
-def test_the_last_results_of_a_call_wait_for_none_of_the_next(worker: Worker) -> None:
+def test_the_last_results_of_a_call_wait_for_none_of_the_next(worker):
     worker.submit(3)
     worker.submit(40)
     first, *others = worker.refill(IN_FLIGHT)
@@ -133,7 +127,7 @@ def test_the_last_results_of_a_call_wait_for_none_of_the_next(worker: Worker) ->
     assert worker.hear(others[0])
 
 
-def test_a_short_buffer_is_told_of_with_every_result(worker: Worker) -> None:
+def test_a_short_buffer_is_told_of_with_every_result(worker):
     worker.submit(IN_FLIGHT)
     first, *others = worker.refill(IN_FLIGHT)
     assert worker.hear(first)
@@ -141,7 +135,7 @@ def test_a_short_buffer_is_told_of_with_every_result(worker: Worker) -> None:
     assert worker.hear(others[0])
 
 
-def test_a_short_message_waits_for_no_results_for_ever(worker: Worker) -> None:
+def test_a_short_message_waits_for_no_results_for_ever(worker):
     worker.submit(40)
     first, second, *_ = worker.refill(IN_FLIGHT)
     assert worker.hear(first)
@@ -152,7 +146,7 @@ def test_a_short_message_waits_for_no_results_for_ever(worker: Worker) -> None:
     assert worker.hear_an_error(), "also the second time"
 
 
-def test_results_of_a_call_that_has_failed_are_awaited_no_more(worker: Worker) -> None:
+def test_results_of_a_call_that_has_failed_are_awaited_no_more(worker):
     worker.submit(40)
     first, second, *_ = worker.refill(IN_FLIGHT)
     assert worker.hear(first)

@@ -1,10 +1,8 @@
 """Whose memory it is: until when a buffer is read, and by whom."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,21 +12,15 @@ from reducer.errors import LocalProtocolError, ReducerLostError, ReductionTimeou
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.words import number
-from tests.transport.scripted import CHUNK, MIB, M, Reducer, ramp
+from tests.transport.scripted import CHUNK, MIB, M, ramp
 from tests.waits import within_s
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import Heartbeats
 from worker_client.runtime import implementation
-from worker_client.runtime.transport import Completed, Connected
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
-    from worker_client.protocol._flight import CompiledFlight
-    from worker_client.runtime.transport import Transport
-    from worker_client.work import Work
+from worker_client.runtime.transport import Completed, Connected, Transport
+from worker_client.work import Work
 
 # -- whose memory it is ---------------------------------------------------------------------------
 
@@ -42,7 +34,7 @@ class Stalled(NamedTuple):
 
 
 @pytest.fixture
-def stalled(joined: Callable) -> tuple[Client, Reducer, Stalled]:
+def stalled(joined):
     """A client, a reducer that does not read, and an all-reduce that cannot leave."""
     # Who does not read answers no heartbeats.
     patient = Heartbeats(patience_s=60.0)
@@ -51,7 +43,7 @@ def stalled(joined: Callable) -> tuple[Client, Reducer, Stalled]:
     work = client.all_reduce(data, op="max")
     ended = threading.Event()
 
-    def overwrite(_: object) -> None:
+    def overwrite(_):
         data[:] = 255  # which `ramp` never is
         ended.set()
 
@@ -60,7 +52,7 @@ def stalled(joined: Callable) -> tuple[Client, Reducer, Stalled]:
     return client, reducer, Stalled(data, work, ended)
 
 
-def test_a_failed_buffer_is_given_back_at_once(stalled: tuple) -> None:
+def test_a_failed_buffer_is_given_back_at_once(stalled):
     """What has yet to leave of it was copied before."""
     _, reducer, (data, work, ended) = stalled
     reducer.fail(number(0))
@@ -76,7 +68,7 @@ def test_a_failed_buffer_is_given_back_at_once(stalled: tuple) -> None:
         work.wait(0)
 
 
-def test_a_buffer_whose_results_come_early_is_given_back_whole(stalled: tuple) -> None:
+def test_a_buffer_whose_results_come_early_is_given_back_whole(stalled):
     """As where another rank has told the reducer what came out."""
     _, reducer, (data, work, ended) = stalled
     first = reducer.hear(M.CONTRIBUTION)
@@ -93,7 +85,7 @@ def test_a_buffer_whose_results_come_early_is_given_back_whole(stalled: tuple) -
         seen += len(payload)
 
 
-def test_a_broken_connection_reads_no_buffer(stalled: tuple) -> None:
+def test_a_broken_connection_reads_no_buffer(stalled):
     _, reducer, (_, work, ended) = stalled
     reducer.socket.close()
     assert ended.wait(5)
@@ -101,7 +93,7 @@ def test_a_broken_connection_reads_no_buffer(stalled: tuple) -> None:
         work.wait(0)
 
 
-def test_shutting_down_gives_every_buffer_back(stalled: tuple) -> None:
+def test_shutting_down_gives_every_buffer_back(stalled):
     client, _, (_, work, ended) = stalled
     start = time.monotonic()
     client.shutdown()
@@ -123,9 +115,9 @@ class Alone(NamedTuple):
 
 
 @pytest.fixture
-def alone(context: zmq.Context) -> Iterator[Alone]:
+def alone(context):
     compiled = implementation.select("compiled")
-    flight: Any = compiled.flight(Header(M.HELLO))
+    flight = compiled.flight(Header(M.HELLO))
     transport = compiled.transport(flight, 1)
     reducers = [context.socket(zmq.ROUTER) for _ in range(2)]
     for link, reducer in enumerate(reducers):
@@ -134,7 +126,7 @@ def alone(context: zmq.Context) -> Iterator[Alone]:
         flight.add_link(1 << 30, keep=True)
         flight.open(link)
         transport.connect(f"127.0.0.1:{port}")
-    reached: set[int] = set()
+    reached = set()
     while reached != {0, 1}:
         transport.wait(5)
         reached |= {event.link for event in transport.events() if isinstance(event, Connected)}
@@ -144,7 +136,7 @@ def alone(context: zmq.Context) -> Iterator[Alone]:
         reducer.close()
 
 
-def receive(transport: Transport, reducer: zmq.Socket) -> list[bytes]:
+def receive(transport, reducer):
     """Receive a message that the transport may still have to send."""
     while not reducer.poll(1):
         transport.wait(0)
@@ -152,7 +144,7 @@ def receive(transport: Transport, reducer: zmq.Socket) -> list[bytes]:
     return reducer.recv_multipart()
 
 
-def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(alone: Alone) -> None:
+def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(alone):
     flight, transport, reducers = alone
     long, short = (memoryview(bytearray(size)) for size in (500 * CHUNK, 8))
     for view, link in ((long, 0), (short, 1)):
@@ -167,14 +159,14 @@ def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(alone: Al
                 type=M.RESULT, rank=0, watermark=0, since=0, history=0
             )
             reducer.send_multipart([peer, header.pack(), payload])
-    done: list[list[int]] = []
+    done = []
     while len(done) < 2:
         transport.wait(5)
         done += [e for e in transport.events() if isinstance(e, Completed)]
     assert done == [[1], [0]]
 
 
-def test_what_has_just_completed_is_there_when_a_link_is_reset(alone: Alone) -> None:
+def test_what_has_just_completed_is_there_when_a_link_is_reset(alone):
     """Else its results would never be claimed at another reducer, whose ranks wait for them."""
     flight, transport, (reducer, _) = alone
     operation = Operation(memoryview(bytearray(8)), DType.UINT8, ReduceOp.MAX, None, 1.0)

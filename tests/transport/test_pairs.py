@@ -1,13 +1,10 @@
 """What a worker and a reducer of one process say to each other, without a socket between them."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -31,12 +28,6 @@ from worker_client.runtime import compiled_transport as worker_transport
 from worker_client.runtime import implementation as workers
 from worker_client.runtime.transport import Connected, Disconnected, Message
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.protocol._flight import CompiledFlight
-    from worker_client.runtime.transport import Event, Transport
-
 pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 CHUNK = 8 << 10  # a reducer lets a stranger send as much
 
@@ -44,19 +35,17 @@ CHUNK = 8 << 10  # a reducer lets a stranger send as much
 class Listener(Engine):
     """An engine that keeps what it hears, and says nothing."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
-        self.heard: list[tuple[bytes, bytes, bytes, str]] = []
-        self.lost: list[bytes] = []
+        self.heard = []
+        self.lost = []
 
-    def receive(
-        self, peer: bytes, header: bytes, payload: bytes, key: str = "", **when: float
-    ) -> list:
+    def receive(self, peer, header, payload, key="", **when):
         del when
         self.heard.append((peer, header, payload, key))
         return []
 
-    def unreachable(self, peer: bytes) -> list:
+    def unreachable(self, peer):
         self.lost.append(peer)
         return []
 
@@ -64,35 +53,35 @@ class Listener(Engine):
 class Ends:
     """Both ends of a pair; each moves on when it is told to."""
 
-    def __init__(self, stack: ExitStack, engine: type[Engine] = Listener) -> None:
+    def __init__(self, stack, engine=Listener):
         table = kernels.select(None)
         chosen = reducers.select("compiled", table)
-        context: dict[str, Callable[[], object]] = {}
-        make: Any = chosen.transport
+        context = {}
+        make = chosen.transport
         self.reducer = make("tcp://127.0.0.1:0", context)
         stack.callback(self.reducer.close)
-        self.engine: Any = engine(
+        self.engine = engine(
             table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1"
         )
         self._loop = chosen.loop(self.engine, self.reducer)
         compiled = workers.select("compiled")
-        self.flight: CompiledFlight = compiled.flight(Header(MessageType.HELLO))
-        self.worker: Transport = compiled.transport(self.flight, 1, context)
+        self.flight = compiled.flight(Header(MessageType.HELLO))
+        self.worker = compiled.transport(self.flight, 1, context)
         stack.enter_context(closing(self.worker))
         self.flight.add_link(1 << 30, keep=True)
         self.flight.open(0)
         self.worker.connect(self.reducer.inproc)
-        self.news: list[Event] = []
+        self.news = []
         self.until(lambda: any(isinstance(event, Connected) for event in self.news))
 
-    def hear(self) -> None:
+    def hear(self):
         """Let the reducer read what there is."""
         self._loop.step(0.001)
 
-    def until(self, holds: Callable[[], bool]) -> None:
+    def until(self, holds):
         """Let both move on until something is so."""
 
-        def step() -> bool:
+        def step():
             self.hear()
             self.worker.wait(0.001)
             self.news += self.worker.events()
@@ -100,7 +89,7 @@ class Ends:
 
         eventually(step, 5.0)
 
-    def submit(self, data: np.ndarray, sequence: int) -> Operation:
+    def submit(self, data, sequence):
         """Begin an all-reduce, of which all is queued at once."""
         operation = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 1.0)
         operation.sequence = sequence
@@ -109,19 +98,19 @@ class Ends:
         return operation
 
     @property
-    def payloads(self) -> np.ndarray:
+    def payloads(self):
         """What the reducer has heard, in order."""
         return np.frombuffer(b"".join(payload for _, _, payload, _ in self.engine.heard), np.uint8)
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def ends():
     with ExitStack() as stack:
         yield Ends(stack)
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, CHUNK, 40 * CHUNK + 1])
-def test_what_one_queues_the_other_reads(ends: Ends, nbytes: int) -> None:
+def test_what_one_queues_the_other_reads(ends, nbytes):
     for sequence in range(1, 4):
         ends.engine.heard.clear()
         data = ramp(nbytes) + np.uint8(sequence)
@@ -130,7 +119,7 @@ def test_what_one_queues_the_other_reads(ends: Ends, nbytes: int) -> None:
         assert (ends.payloads == data).all()
 
 
-def test_messages_of_any_size_come_back(ends: Ends) -> None:
+def test_messages_of_any_size_come_back(ends):
     ends.worker.send(0, Header(MessageType.HELLO).pack(), b"hello")
     ends.until(lambda: bool(ends.engine.heard))
     ((peer, _, payload, key),) = ends.engine.heard
@@ -142,7 +131,7 @@ def test_messages_of_any_size_come_back(ends: Ends) -> None:
         assert ends.news[-1].payload == said
 
 
-def test_a_buffer_that_is_given_back_is_read_no_more(ends: Ends) -> None:
+def test_a_buffer_that_is_given_back_is_read_no_more(ends):
     data = ramp(10 * CHUNK)
     ends.worker.detach(ends.submit(data, FIRST_PLACE))
     data[:] = 255  # which `ramp` never is
@@ -150,7 +139,7 @@ def test_a_buffer_that_is_given_back_is_read_no_more(ends: Ends) -> None:
     assert (ends.payloads == ramp(10 * CHUNK)).all()
 
 
-def test_nothing_is_read_of_the_ranks_own_question_after_it_was_sent(ends: Ends) -> None:
+def test_nothing_is_read_of_the_ranks_own_question_after_it_was_sent(ends):
     """Nobody says when it has ended."""
     data = ramp(100)
     ends.submit(data, 0)
@@ -159,13 +148,13 @@ def test_nothing_is_read_of_the_ranks_own_question_after_it_was_sent(ends: Ends)
     assert (ends.payloads == ramp(100)).all()
 
 
-def test_the_reducer_hears_that_a_worker_has_gone(ends: Ends) -> None:
+def test_the_reducer_hears_that_a_worker_has_gone(ends):
     ends.submit(ramp(10 * CHUNK), FIRST_PLACE)
     ends.worker.close()
     eventually(lambda: ends.hear() or bool(ends.engine.lost), 5.0)
 
 
-def test_the_last_words_of_a_worker_are_heard(ends: Ends) -> None:
+def test_the_last_words_of_a_worker_are_heard(ends):
     ends.worker.send(0, Header(MessageType.GOODBYE).pack(), None)
     listens = threading.Thread(target=lambda: eventually(lambda: ends.hear() or ends.engine.heard))
     listens.start()
@@ -174,10 +163,10 @@ def test_the_last_words_of_a_worker_are_heard(ends: Ends) -> None:
     assert Header.unpack(ends.engine.heard[0][1]).type is MessageType.GOODBYE
 
 
-def test_a_worker_hears_that_the_reducer_has_gone_and_finds_nobody(ends: Ends) -> None:
+def test_a_worker_hears_that_the_reducer_has_gone_and_finds_nobody(ends):
     ends.reducer.close()
     begun, looks = time.monotonic(), 0
-    news: list[Event] = []
+    news = []
     while time.monotonic() < begun + 0.5:
         ends.worker.wait(0.1)
         news += ends.worker.events()
@@ -187,7 +176,7 @@ def test_a_worker_hears_that_the_reducer_has_gone_and_finds_nobody(ends: Ends) -
     assert looks < 30, "it knocks again and again"
 
 
-def test_who_was_dropped_is_hung_up_on() -> None:
+def test_who_was_dropped_is_hung_up_on():
     with ExitStack() as stack:
         ends = Ends(stack, Engine)
         guard = Guard(ends.engine, ends.reducer, Patience(10, 1.0))
@@ -200,9 +189,7 @@ def test_who_was_dropped_is_hung_up_on() -> None:
         ends.until(lambda: any(isinstance(event, Disconnected) for event in ends.news))
 
 
-def test_two_that_end_together_do_not_wait_for_each_other(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_end_together_do_not_wait_for_each_other(ends, monkeypatch):
     ends.worker.send(0, Header(MessageType.HELLO).pack(), b"hello")
     ends.until(lambda: bool(ends.engine.heard))
     for transport in (compiled_transport, worker_transport):
@@ -217,7 +204,7 @@ def test_two_that_end_together_do_not_wait_for_each_other(
     within_s(10.0, begun)
 
 
-def test_nobody_waits_for_who_has_gone(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_who_has_gone(ends, monkeypatch):
     monkeypatch.setattr(worker_transport, "LINGER_MS", 20_000)
     ends.reducer.close()
     ends.worker.send(0, Header(MessageType.ABORT).pack(), bytes(MIB))
@@ -226,7 +213,7 @@ def test_nobody_waits_for_who_has_gone(ends: Ends, monkeypatch: pytest.MonkeyPat
     within_s(10.0, begun)
 
 
-def test_a_file_with_the_number_of_an_end_that_has_gone_is_not_written_to(ends: Ends) -> None:
+def test_a_file_with_the_number_of_an_end_that_has_gone_is_not_written_to(ends):
     ends.hear()  # it has read everything, and sleeps
     ends.reducer.close()
     files = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(64)]
@@ -240,12 +227,12 @@ def test_a_file_with_the_number_of_an_end_that_has_gone_is_not_written_to(ends: 
             os.close(file)
 
 
-def held() -> int:
+def held():
     """How many files this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_an_end_that_nobody_joins_is_not_left_open(ends: Ends) -> None:
+def test_an_end_that_nobody_joins_is_not_left_open(ends):
     before = held()
     for _ in range(20):
         ends.reducer.meet()
@@ -253,15 +240,15 @@ def test_an_end_that_nobody_joins_is_not_left_open(ends: Ends) -> None:
     assert held() <= before + 2  # of 20; what else this process does may need one meanwhile
 
 
-def test_an_end_is_joined_once(ends: Ends) -> None:
+def test_an_end_is_joined_once(ends):
     met = ends.reducer.meet()
-    loop: Any = ends.worker
+    loop = ends.worker
     loop._loop.join(0, met)
     with pytest.raises(ValueError, match="PyCapsule"):
         loop._loop.join(0, met)
 
 
-def test_nothing_is_left_open(ends: Ends) -> None:
+def test_nothing_is_left_open(ends):
     before = held()
     for _ in range(20):
         ends.worker.reset(0)
@@ -272,7 +259,7 @@ def test_nothing_is_left_open(ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(("impl", "sockets"), [("compiled", 0), ("plain", 1)])
-def test_a_worker_of_another_implementation_takes_a_socket(impl: str, sockets: int) -> None:
+def test_a_worker_of_another_implementation_takes_a_socket(impl, sockets):
     settings = config.load(bind="tcp://127.0.0.1:0", impl="compiled")
     with ExitStack() as stack:
         hosted = server.Server(settings)

@@ -1,10 +1,7 @@
 """A reducer that did not run for a while: its machine was paused, or too busy to schedule it."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import pytest
 import zmq
@@ -18,16 +15,13 @@ from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
 from tests.waits import eventually
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 WAIT_S = 50.0
 PAUSE_S = 60.0
 PATIENCE_S = 20.0  # with strangers, and ranks that are away: far more than a busy machine needs
 M = MessageType
 
 
-def test_the_clock_stands_still_while_nobody_asks() -> None:
+def test_the_clock_stands_still_while_nobody_asks():
     read = [100.0]
     clock = ServingTime(lambda: read[0])
     assert clock.now() == 100.0
@@ -54,7 +48,7 @@ class Paused:
         leaps: seconds by which its clock is ahead.
     """
 
-    def __init__(self, impl: str, context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, impl, context, monkeypatch):
         self.leaps = 0.0
         self._context = context
         monotonic = time.monotonic
@@ -68,21 +62,21 @@ class Paused:
         self.server.start()
 
     @contextmanager
-    def peer(self) -> Iterator[zmq.Socket]:
+    def peer(self):
         """Somebody who connects, and answers heartbeats."""
         with self._context.socket(zmq.DEALER) as socket:
             socket.linger = 0
             socket.connect(f"tcp://{self.server.address}")
             yield socket
 
-    def join(self, socket: zmq.Socket, rank: int) -> None:
+    def join(self, socket, rank):
         """Become a rank of a job of two."""
         body = encode(Hello("job", 2, 1, 0, process=f"process {rank}"))
         header = Header(M.HELLO, job=fingerprint("job"), rank=rank, window=1 << 16)
         socket.send_multipart([header.pack(), body])
         assert M.WELCOME in said(socket, M.WELCOME)
 
-    def contribute(self, socket: zmq.Socket, rank: int) -> None:
+    def contribute(self, socket, rank):
         """Begin the job's first all-reduce, of nothing."""
         header = Header(M.CONTRIBUTION, job=fingerprint("job"), rank=rank, sequence=1)
         float32 = {"dtype": DType.FLOAT32, "wire_dtype": DType.FLOAT32, "op": ReduceOp.SUM}
@@ -90,22 +84,22 @@ class Paused:
         eventually(lambda: self.server.counters.contributions == 1)
 
     @property
-    def connections(self) -> int:
+    def connections(self):
         return self._lane._guard.connections
 
     @property
-    def unreachable(self) -> int:
+    def unreachable(self):
         return len(self._lane.engine._unreachable)
 
-    def pause(self) -> None:
+    def pause(self):
         """It does not run for a while, and then it does."""
         self.leaps += PAUSE_S
         time.sleep(0.3)  # some looks of the guard
 
 
-def said(socket: zmq.Socket, last: MessageType | None = None) -> list[MessageType]:
+def said(socket, last=None):
     """What a peer has heard but for PINGs, until it hears something, or by now."""
-    heard: list[MessageType] = []
+    heard = []
     while last not in heard and socket.poll(0 if last is None else WAIT_S * 1000):
         kind = Header.unpack(socket.recv_multipart()[0]).type
         heard += [] if kind is M.PING else [kind]
@@ -113,13 +107,13 @@ def said(socket: zmq.Socket, last: MessageType | None = None) -> list[MessageTyp
 
 
 @pytest.fixture
-def paused(impl: str, context: zmq.Context, monkeypatch: pytest.MonkeyPatch) -> Iterator[Paused]:
+def paused(impl, context, monkeypatch):
     paused = Paused(impl, context, monkeypatch)
     yield paused
     paused.server.stop()
 
 
-def test_who_has_just_come_may_still_say_who_it_is(paused: Paused) -> None:
+def test_who_has_just_come_may_still_say_who_it_is(paused):
     with paused.peer() as first, paused.peer() as second:
         eventually(lambda: paused.connections == 2)
         paused.pause()
@@ -128,7 +122,7 @@ def test_who_has_just_come_may_still_say_who_it_is(paused: Paused) -> None:
             paused.join(socket, rank)
 
 
-def test_a_rank_whose_connection_broke_may_still_come_back(paused: Paused) -> None:
+def test_a_rank_whose_connection_broke_may_still_come_back(paused):
     with paused.peer() as first:
         paused.join(first, 0)
         with paused.peer() as second:

@@ -1,13 +1,10 @@
 """Connections that go on over other sockets, of which the test holds one end."""
 
-from __future__ import annotations
-
 import ctypes
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from reducer.wire.constants import RESUME_S, SHORTEST_PATIENCE_MS, Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import Stream, Welcome, decode, decode_error, encode, encode_error
 from tests.transport import by_hand
-from tests.transport.guarded import MIB, M, Post, answer, ended, rounds
+from tests.transport.guarded import MIB, M, answer, ended, rounds
 from tests.transport.scripted import CHUNK, HOST, ramp
 from tests.waits import within_s
 from worker_client.client.compose import Composer
@@ -28,18 +25,12 @@ from worker_client.protocol import joining
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from bench.intruder import Worker
-    from worker_client.client.client import Client
-
 pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 FEATURES = int(Feature.STREAMS | Feature.RESUME)
 
 
 @pytest.fixture
-def impl() -> str:
+def impl():
     """The plain implementation cannot."""
     return "compiled"
 
@@ -52,21 +43,21 @@ class Counted(socket.socket):
 
     said = heard = receive_bytes = 0
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data):
         self.said += len(data)
         super().sendall(data)
 
-    def recv(self, nbytes: int) -> bytes:
+    def recv(self, nbytes):
         found = super().recv(nbytes)
         self.heard += len(found)
         return found
 
 
 @pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def counted(monkeypatch):
     """Have workers that a test plays count."""
 
-    def dial(address: str) -> Counted:
+    def dial(address):
         host, _, port = address.rpartition(":")
         made = Counted()
         if made.receive_bytes:
@@ -77,12 +68,12 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.lines.dial", dial)
 
 
-def two(post: Post, **settings: int) -> list[Worker]:
+def two(post, **settings):
     settings = {"features": FEATURES, "window": MIB, **settings}
     return [post.member("job", rank=rank, **settings) for rank in range(2)]
 
 
-def leave(post: Post, connection: Counted) -> None:
+def leave(post, connection):
     """End a connection, and hear all that the reducer has said before it noticed."""
     connection.shutdown(socket.SHUT_WR)
     rounds(post)
@@ -98,21 +89,21 @@ class Resumed(Bare):
 
     before = b""  # bytes of the broken connection, to be parsed first
 
-    def _take(self, nbytes: int) -> bytes:
+    def _take(self, nbytes):
         found, self.before = self.before[:nbytes], self.before[nbytes:]
         return found + super()._take(nbytes - len(found))
 
 
-def resume(post: Post, worker: Worker, heard: int, number: int = 0) -> Resumed:
+def resume(post, worker, heard, number=0):
     line = post.meanwhile(lambda: Resumed(post.address))
     post._stack.enter_context(closing(line))
     line.say(Header(M.RESUME, offset=heard).pack(), encode(Stream(worker.ticket, number)))
     return line
 
 
-def said_by(worker: Worker, sequence: int, payload: bytes) -> bytes:
+def said_by(worker, sequence, payload):
     """Return the bytes of a contribution, which are not sent."""
-    said: list[bytes] = []
+    said = []
     line, worker.line = worker.line, type("Line", (), {"say": lambda _, *both: said.extend(both)})()
     worker.contribute(sequence, payload)
     worker.line = line
@@ -120,7 +111,7 @@ def said_by(worker: Worker, sequence: int, payload: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("cut", [1, 60, 100, 107, 5000, 64 << 10])
-def test_a_contribution_goes_on_in_its_middle(post: Post, cut: int) -> None:
+def test_a_contribution_goes_on_in_its_middle(post, cut):
     worker, other = two(post)
     payload = np.arange(64 << 10, dtype=np.uint8) + np.uint8(3)
     said = said_by(worker, 1, payload.tobytes())
@@ -139,13 +130,13 @@ def test_a_contribution_goes_on_in_its_middle(post: Post, cut: int) -> None:
     post.until(lambda: post.guard.connections == 2)
 
 
-def abort(descriptor: int) -> None:
+def abort(descriptor):
     """Break a connection, and lose what its kernel has yet to send."""
     unspecified = ctypes.create_string_buffer(16)  # a struct sockaddr of AF_UNSPEC
     assert ctypes.CDLL(None).connect(descriptor, unspecified, len(unspecified)) == 0
 
 
-def read_out(line: Bare) -> bytes:
+def read_out(line):
     """Return all bytes that arrived over a connection before it broke, and close it."""
     found = b""
     with suppress(ConnectionError):
@@ -156,9 +147,7 @@ def read_out(line: Bare) -> bytes:
 
 
 @pytest.mark.parametrize("missing", [0, 1, 1000])
-def test_what_a_worker_did_not_get_is_sent_again(
-    post: Post, monkeypatch: pytest.MonkeyPatch, missing: int
-) -> None:
+def test_what_a_worker_did_not_get_is_sent_again(post, monkeypatch, missing):
     monkeypatch.setattr(Counted, "receive_bytes", 4096)
     worker, other = two(post)
     broken = worker.line.connection
@@ -179,7 +168,7 @@ def test_what_a_worker_did_not_get_is_sent_again(
     assert result == bytes(2 * byte % 256 for byte in range(256)) * 2048
 
 
-def test_what_nobody_has_any_more_ends_both(post: Post) -> None:
+def test_what_nobody_has_any_more_ends_both(post):
     worker, _ = two(post)
     rounds(post)
     leave(post, worker.line.connection)
@@ -188,7 +177,7 @@ def test_what_nobody_has_any_more_ends_both(post: Post) -> None:
     post.until(lambda: post.guard.connections == 1)
 
 
-def test_it_is_the_broken_one_that_goes_on(post: Post) -> None:
+def test_it_is_the_broken_one_that_goes_on(post):
     """A stream goes on as such, and the reducer has as many connections as before."""
     worker, _ = two(post)
     stream = post.stream(worker)
@@ -203,7 +192,7 @@ def test_it_is_the_broken_one_that_goes_on(post: Post) -> None:
     assert len(post.engine.streams(post.engine.jobs[0].members[0].peer)) == 1
 
 
-def test_results_go_over_the_streams_that_have_not_broken(post: Post) -> None:
+def test_results_go_over_the_streams_that_have_not_broken(post):
     workers = two(post)
     leave(post, post.stream(workers[0]).connection)
     for sequence in range(1, 5):
@@ -215,7 +204,7 @@ def test_results_go_over_the_streams_that_have_not_broken(post: Post) -> None:
             within_s(RESUME_S * 0.9, start, "one waits for another socket")
 
 
-def test_what_has_come_is_read_first(post: Post) -> None:
+def test_what_has_come_is_read_first(post):
     """A part of it lies in the socket that broke when the reducer hears of another one."""
     worker, _ = two(post)
     broken = worker.line.connection
@@ -232,7 +221,7 @@ def test_what_has_come_is_read_first(post: Post) -> None:
     assert Header.unpack(header).offset == broken.said
 
 
-def test_nobody_is_too_silent_meanwhile(post: Post) -> None:
+def test_nobody_is_too_silent_meanwhile(post):
     worker, other = two(post, patience_ms=SHORTEST_PATIENCE_MS)
     leave(post, worker.line.connection)
     until = time.monotonic() + 1.5 * SHORTEST_PATIENCE_MS / 1000
@@ -246,7 +235,7 @@ def test_nobody_is_too_silent_meanwhile(post: Post) -> None:
 
 
 @pytest.mark.parametrize("post", [Patience(max_connections=2, hello_s=10.0)], indirect=True)
-def test_a_full_reducer_has_room_for_it(post: Post) -> None:
+def test_a_full_reducer_has_room_for_it(post):
     worker, _ = two(post)
     leave(post, worker.line.connection)
     line = resume(post, worker, worker.line.connection.heard)
@@ -254,7 +243,7 @@ def test_a_full_reducer_has_room_for_it(post: Post) -> None:
     assert Header.unpack(header).type is M.RESUME
 
 
-def test_who_did_not_ask_for_it_may_not(post: Post) -> None:
+def test_who_did_not_ask_for_it_may_not(post):
     worker, _ = two(post, features=int(Feature.STREAMS))
     line = resume(post, worker, worker.line.connection.heard)
     assert isinstance(refusal(post, line), MembershipError)
@@ -262,7 +251,7 @@ def test_who_did_not_ask_for_it_may_not(post: Post) -> None:
     assert not ended(worker.line.connection)
 
 
-def test_who_breaks_again_before_the_answer_may_try_again(post: Post) -> None:
+def test_who_breaks_again_before_the_answer_may_try_again(post):
     worker, _ = two(post)
     leave(post, worker.line.connection)
     heard = worker.line.connection.heard
@@ -274,7 +263,7 @@ def test_who_breaks_again_before_the_answer_may_try_again(post: Post) -> None:
     assert Header.unpack(header).type is M.RESUME
 
 
-def test_who_does_not_come_back_is_gone(post: Post) -> None:
+def test_who_does_not_come_back_is_gone(post):
     worker, _ = two(post)
     worker.close()
     start = time.monotonic()
@@ -283,7 +272,7 @@ def test_who_does_not_come_back_is_gone(post: Post) -> None:
     assert isinstance(refusal(post, resume(post, worker, 0)), MembershipError)
 
 
-def test_who_joins_anew_is_not_waited_for(post: Post) -> None:
+def test_who_joins_anew_is_not_waited_for(post):
     worker, _ = two(post)
     worker.close()
     rounds(post)
@@ -292,7 +281,7 @@ def test_who_joins_anew_is_not_waited_for(post: Post) -> None:
     within_s(RESUME_S / 2, start)
 
 
-def test_a_connection_that_has_not_broken_for_the_reducer(post: Post) -> None:
+def test_a_connection_that_has_not_broken_for_the_reducer(post):
     worker, _ = two(post)
     line = resume(post, worker, worker.line.connection.heard)
     header, _ = post.meanwhile(line.hear)
@@ -302,13 +291,13 @@ def test_a_connection_that_has_not_broken_for_the_reducer(post: Post) -> None:
     assert post.members == {"job": 2}
 
 
-def test_a_stream_that_was_never_there(post: Post) -> None:
+def test_a_stream_that_was_never_there(post):
     worker, _ = two(post)
     assert isinstance(refusal(post, resume(post, worker, 0, 3)), MembershipError)
     assert post.members == {"job": 2}
 
 
-def refusal(post: Post, line: Bare) -> Exception:
+def refusal(post, line):
     header, body = post.meanwhile(line.hear)
     assert Header.unpack(header).type is M.ERROR
     return decode_error(body)
@@ -332,21 +321,21 @@ class Reducer(by_hand.Reducer):
     said = heard = attempts = 0
     before = b""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
-    def _read(self, nbytes: int) -> bytes:
+    def _read(self, nbytes):
         found, self.before = self.before[:nbytes], self.before[nbytes:]
         rest = super()._read(nbytes - len(found))
         self.heard += len(rest)
         return found + rest
 
-    def say(self, data: bytes) -> None:
+    def say(self, data):
         self.said += len(data)
         self.peer.sendall(data)
 
-    def welcome(self) -> None:
+    def welcome(self):
         if self.peer is not None:
             self.peer.close()
         self.accept()
@@ -356,12 +345,12 @@ class Reducer(by_hand.Reducer):
         body = Welcome("1", ticket="a" * 32, features=FEATURES)
         self.say(by_hand.message(Header(M.WELCOME, window=hello.window), encode(body)))
 
-    def break_(self) -> None:
+    def break_(self):
         """Break the connection, with what this kernel has not handed out."""
         abort(self.peer.fileno())
         self.peer.close()
 
-    def asked(self) -> int:
+    def asked(self):
         """Accept another connection; return how many bytes the worker has read over the first."""
         counted, broken = (self.heard, self.before), self.peer
         self.before = b""
@@ -375,10 +364,10 @@ class Reducer(by_hand.Reducer):
         self.heard, self.before = counted
         return header.offset
 
-    def agree(self) -> None:
+    def agree(self):
         self.peer.sendall(frame(Header(M.RESUME, offset=self.heard).pack()))
 
-    def serve(self) -> None:
+    def serve(self):
         """Answer all chunks of a buffer."""
         for _ in range(COUNT // CHUNK):
             header, payload = self.hear(M.CONTRIBUTION)
@@ -386,14 +375,14 @@ class Reducer(by_hand.Reducer):
 
 
 @pytest.fixture
-def reducer() -> Iterator[Reducer]:
+def reducer():
     made = Reducer()
     yield made
     made.close()
 
 
 @pytest.fixture
-def client(reducer: Reducer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+def client(reducer, monkeypatch):
     monkeypatch.setattr(joining, "FAR_S", 0.0)
     address = f"{HOST}:{reducer.listener.getsockname()[1]}"
     spec = JobSpec("job", 0, 0, 2, (address,), MIB, CHUNK, resumes=True)
@@ -407,9 +396,7 @@ def client(reducer: Reducer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client
 
 
 @pytest.mark.parametrize("cut", [1, 60, 100, 107, 5000, CHUNK // 2])
-def test_what_a_reducer_did_not_get_is_sent_again(
-    reducer: Reducer, client: Client, cut: int
-) -> None:
+def test_what_a_reducer_did_not_get_is_sent_again(reducer, client, cut):
     work = client.all_reduce(ramp(COUNT), op="max")
     reducer.before = reducer._read(cut)
     for _ in range(3):
@@ -422,7 +409,7 @@ def test_what_a_reducer_did_not_get_is_sent_again(
 
 
 @pytest.mark.parametrize("cut", [1, 60, 100, 107, 5000, CHUNK - 1])
-def test_a_result_goes_on_in_its_middle(reducer: Reducer, client: Client, cut: int) -> None:
+def test_a_result_goes_on_in_its_middle(reducer, client, cut):
     work = client.all_reduce(ramp(COUNT), op="max")
     header, payload = reducer.hear(M.CONTRIBUTION)
     said = by_hand.result(header, (payload + np.uint8(1)).tobytes())
@@ -437,7 +424,7 @@ def test_a_result_goes_on_in_its_middle(reducer: Reducer, client: Client, cut: i
     assert (work.wait(5) == WHOLE).all()
 
 
-def test_nothing_is_done_while_no_answer_comes(reducer: Reducer, client: Client) -> None:
+def test_nothing_is_done_while_no_answer_comes(reducer, client):
     work = client.all_reduce(ramp(COUNT), op="max")
     header, payload = reducer.hear(M.CONTRIBUTION)
     reducer.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))
@@ -454,7 +441,7 @@ def test_nothing_is_done_while_no_answer_comes(reducer: Reducer, client: Client)
     assert (work.wait(5) == WHOLE).all()
 
 
-def test_what_the_caller_has_again_was_copied(reducer: Reducer, client: Client) -> None:
+def test_what_the_caller_has_again_was_copied(reducer, client):
     data = ramp(COUNT)
     work = client.all_reduce(data, op="max", timeout="0.3s")
     reducer.before = reducer._read(500)
@@ -468,7 +455,7 @@ def test_what_the_caller_has_again_was_copied(reducer: Reducer, client: Client) 
     assert (np.concatenate(heard) == ramp(COUNT)).all()
 
 
-def lost(client: Client, reducer: Reducer, refuse: Callable[[], None]) -> float:
+def lost(client, reducer, refuse):
     """Break a connection that cannot go on; return how long it takes until that is known."""
     work = client.all_reduce(ramp(COUNT), op="max")
     reducer._read(100)
@@ -480,12 +467,12 @@ def lost(client: Client, reducer: Reducer, refuse: Callable[[], None]) -> float:
     return time.monotonic() - start
 
 
-def test_a_reducer_that_is_no_more(reducer: Reducer, client: Client) -> None:
+def test_a_reducer_that_is_no_more(reducer, client):
     assert lost(client, reducer, reducer.listener.close) < RESUME_S / 2
 
 
-def test_a_reducer_that_does_not_know_the_link(reducer: Reducer, client: Client) -> None:
-    def refuse() -> None:
+def test_a_reducer_that_does_not_know_the_link(reducer, client):
+    def refuse():
         reducer.asked()
         body = encode_error(MembershipError("this reducer has no link with that ticket"))
         reducer.peer.sendall(by_hand.message(Header(M.ERROR), body))
@@ -494,8 +481,8 @@ def test_a_reducer_that_does_not_know_the_link(reducer: Reducer, client: Client)
     reducer.welcome()
 
 
-def test_a_reducer_that_has_not_all_bytes(reducer: Reducer, client: Client) -> None:
-    def refuse() -> None:
+def test_a_reducer_that_has_not_all_bytes(reducer, client):
+    def refuse():
         reducer.asked()
         reducer.heard += MIB  # more than was ever sent
         reducer.agree()
@@ -504,12 +491,12 @@ def test_a_reducer_that_has_not_all_bytes(reducer: Reducer, client: Client) -> N
     reducer.welcome()
 
 
-def test_a_reducer_that_does_not_answer(reducer: Reducer, client: Client) -> None:
+def test_a_reducer_that_does_not_answer(reducer, client):
     assert RESUME_S <= lost(client, reducer, reducer.asked) < RESUME_S + 1
 
 
 @pytest.mark.parametrize("steady", [False, True])
-def test_another_attempt(reducer: Reducer, client: Client, steady: bool) -> None:
+def test_another_attempt(reducer, client, steady):
     """Also while a caller's thread leads that looks at nothing else."""
     if steady:
         work = client.all_reduce(ramp(COUNT), op="max")

@@ -1,9 +1,5 @@
 """Further connections of members, at a reducer whose every moment the test decides."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from bench.zmtp import MORE, dial, frame
@@ -12,25 +8,22 @@ from reducer.engine.limits import Patience
 from reducer.errors import RankLostError
 from reducer.wire.constants import LONGEST_PATIENCE_MS, Feature
 from reducer.wire.messages import decode_error
-from tests.transport.guarded import MIB, PATIENCE, M, Post, answer, ended, rounds
-
-if TYPE_CHECKING:
-    from bench.intruder import Worker
+from tests.transport.guarded import MIB, PATIENCE, M, answer, ended, rounds
 
 STREAMS = int(Feature.STREAMS)
 
 
 @pytest.fixture
-def impl() -> str:
+def impl():
     """The plain implementation has none."""
     return "compiled"
 
 
-def two(post: Post) -> list[Worker]:
+def two(post):
     return [post.member("job", rank=rank, features=STREAMS, window=MIB) for rank in range(2)]
 
 
-def test_it_is_no_stranger_and_ends_with_its_member(post: Post) -> None:
+def test_it_is_no_stranger_and_ends_with_its_member(post):
     worker, _ = two(post)
     line = post.stream(worker)
     post.now = 3 * PATIENCE.hello_s
@@ -42,7 +35,7 @@ def test_it_is_no_stranger_and_ends_with_its_member(post: Post) -> None:
     post.until(lambda: post.guard.connections == 1)
 
 
-def test_a_member_that_does_not_notice_ends_with_its_stream(post: Post) -> None:
+def test_a_member_that_does_not_notice_ends_with_its_stream(post):
     worker, _ = two(post)
     first, second = post.stream(worker, 1), post.stream(worker, 2)
     first.close()
@@ -55,7 +48,7 @@ def test_a_member_that_does_not_notice_ends_with_its_stream(post: Post) -> None:
     post.until(lambda: ended(second.connection) and ended(worker.line.connection))
 
 
-def test_what_comes_after_the_end_of_a_stream_is_heard(post: Post) -> None:
+def test_what_comes_after_the_end_of_a_stream_is_heard(post):
     worker, other = two(post)
     line = post.stream(worker)
     # As where something in between delays one of them.
@@ -71,7 +64,7 @@ def test_what_comes_after_the_end_of_a_stream_is_heard(post: Post) -> None:
 
 
 @pytest.mark.parametrize("post", [Patience(3, 10.0, max_open=5)], indirect=True)
-def test_streams_push_out_no_first_connection(post: Post) -> None:
+def test_streams_push_out_no_first_connection(post):
     lines = [post.stream(worker) for worker in two(post)]
     post.member("other", features=STREAMS)
     rounds(post)
@@ -83,7 +76,7 @@ def test_streams_push_out_no_first_connection(post: Post) -> None:
     assert not any(ended(line.connection) for line in lines)
 
 
-def test_what_is_held_for_all_of_a_members_streams_counts_together(post: Post) -> None:
+def test_what_is_held_for_all_of_a_members_streams_counts_together(post):
     worker, _ = two(post)
     line = post.stream(worker)
     (job,) = post.engine.jobs

@@ -1,12 +1,9 @@
 """A client, its loop and its sockets, against reducers that do just what the test says."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,17 +21,11 @@ from worker_client.runtime import implementation
 from worker_client.runtime.plain_transport import PlainTransport
 from worker_client.runtime.transport import Connected, Disconnected, Message
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.runtime.transport import Event
-
-
 # -- what is healthy ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, CHUNK, 3 * CHUNK + 5])
-def test_a_buffer_goes_out_and_comes_back(joined: Callable, nbytes: int) -> None:
+def test_a_buffer_goes_out_and_comes_back(joined, nbytes):
     client, (reducer,) = joined()
     for call in range(3):
         data = ramp(nbytes)
@@ -51,7 +42,7 @@ def test_a_buffer_goes_out_and_comes_back(joined: Callable, nbytes: int) -> None
         assert (work.wait(20) == ramp(nbytes) + np.uint8(1)).all()
 
 
-def test_the_window_is_kept_and_refilled(joined: Callable) -> None:
+def test_the_window_is_kept_and_refilled(joined):
     client, (reducer,) = joined(window=4 * CHUNK)
     start = time.monotonic()
     work = client.all_reduce(ramp(60 * CHUNK), op="max")
@@ -66,7 +57,7 @@ def test_the_window_is_kept_and_refilled(joined: Callable) -> None:
     within_s(5.0, start)  # not when the loop's own time-out comes
 
 
-def test_a_short_message_is_heard_while_long_ones_are_awaited(joined: Callable) -> None:
+def test_a_short_message_is_heard_while_long_ones_are_awaited(joined):
     client, (reducer,) = joined()
     for _ in range(3):
         work = client.all_reduce(ramp(4 * CHUNK), op="max")
@@ -81,7 +72,7 @@ def test_a_short_message_is_heard_while_long_ones_are_awaited(joined: Callable) 
         within_s(5.0, start)  # not when the call times out
 
 
-def test_several_at_once_end_in_any_order(joined: Callable) -> None:
+def test_several_at_once_end_in_any_order(joined):
     client, (reducer,) = joined()
     works = [client.all_reduce(ramp(100 + size), op="max") for size in range(10)]
     heard = [reducer.hear(M.CONTRIBUTION) for _ in works]
@@ -92,7 +83,7 @@ def test_several_at_once_end_in_any_order(joined: Callable) -> None:
     assert reducer.hear(M.CONTRIBUTION).header.watermark == number(10)
 
 
-def test_all_reducers_have_work_at_once(joined: Callable) -> None:
+def test_all_reducers_have_work_at_once(joined):
     client, pool = joined(reducers=3, window=3 * 2 * CHUNK)
     work = client.all_reduce(ramp(12 * CHUNK), op="max")
     for _ in range(4):
@@ -101,7 +92,7 @@ def test_all_reducers_have_work_at_once(joined: Callable) -> None:
     assert (work.wait(20) == ramp(12 * CHUNK) + np.uint8(1)).all()
 
 
-def test_a_call_wakes_the_loop_at_once(joined: Callable) -> None:
+def test_a_call_wakes_the_loop_at_once(joined):
     client, (reducer,) = joined()
     start = time.monotonic()
     for _ in range(30):  # far fewer would take longer if each waited for the loop's own time-out
@@ -112,11 +103,11 @@ def test_a_call_wakes_the_loop_at_once(joined: Callable) -> None:
     within_s(3.0, start)
 
 
-def test_calls_of_many_threads_all_wake_it(joined: Callable) -> None:
+def test_calls_of_many_threads_all_wake_it(joined):
     client, (reducer,) = joined(window=64 * MIB)
-    works: list = []
+    works = []
 
-    def call() -> None:
+    def call():
         works.extend(client.all_reduce(ramp(8), op="max") for _ in range(200))
 
     threads = [threading.Thread(target=call) for _ in range(4)]
@@ -135,22 +126,20 @@ def test_calls_of_many_threads_all_wake_it(joined: Callable) -> None:
 
 
 @pytest.fixture
-def transport() -> Iterator[PlainTransport]:
+def transport():
     """A transport without a client."""
     transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
     yield transport
     transport.close()
 
 
-def read(transport: PlainTransport) -> list[Event]:
+def read(transport):
     """Wait for a moment, and return what has happened."""
     transport.wait(0.1)
     return list(transport.events())
 
 
-def test_a_connection_that_ends_between_two_frames(
-    context: zmq.Context, transport: PlainTransport
-) -> None:
+def test_a_connection_that_ends_between_two_frames(context, transport):
     """What was received still counts, wherever the reading is: libzmq looks at each 100th frame."""
     reducer = Reducer(context)
     transport.connect(f"{HOST}:{reducer.port}")
@@ -173,18 +162,14 @@ def test_a_connection_that_ends_between_two_frames(
     assert len(events) == 61
 
 
-def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(
-    transport: PlainTransport,
-) -> None:
+def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(transport):
     transport.connect("127.0.0.1:1")
     ((socket, _),) = transport._links
     assert socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == LONGEST_PATIENCE_MS
     assert socket.getsockopt(zmq.HEARTBEAT_TTL) == 0
 
 
-def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(
-    context: zmq.Context, transport: PlainTransport
-) -> None:
+def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(context, transport):
     reducer = Reducer(context)
     transport.connect(f"{HOST}:{reducer.port}")
     eventually(lambda: read(transport))
@@ -200,7 +185,7 @@ def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(
     again.close()
 
 
-def test_what_is_no_result_is_dealt_with_in_order(joined: Callable) -> None:
+def test_what_is_no_result_is_dealt_with_in_order(joined):
     client, (reducer,) = joined()
     data = ramp(2 * CHUNK)
     good, bad = client.all_reduce(ramp(8), op="max"), client.all_reduce(data, op="max")
@@ -221,14 +206,12 @@ def test_what_is_no_result_is_dealt_with_in_order(joined: Callable) -> None:
 
 
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
-def test_a_ping_without_news_stays_in_the_loop(
-    joined: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ping_without_news_stays_in_the_loop(joined, monkeypatch):
     client, (reducer,) = joined()
     session, heard = client._ordered.flat.session, []
     receive = session.receive
 
-    def note(link: int, frame: bytes, payload: bytes, now: float) -> list[Any]:
+    def note(link, frame, payload, now):
         heard.append(Header.unpack(frame).type)
         return receive(link, frame, payload, now)
 
@@ -256,9 +239,7 @@ def test_a_ping_without_news_stays_in_the_loop(
     ],
     ids=range(9),
 )
-def test_nonsense_fails_what_is_in_flight_and_nothing_later(
-    joined: Callable, frames: list[bytes]
-) -> None:
+def test_nonsense_fails_what_is_in_flight_and_nothing_later(joined, frames):
     client, (reducer,) = joined()
     work = client.all_reduce(ramp(8), op="max")
     reducer.hear(M.CONTRIBUTION)
@@ -275,7 +256,7 @@ def test_nonsense_fails_what_is_in_flight_and_nothing_later(
 
 
 @pytest.mark.parametrize("change", [{"op": 1}, {"payload": b"x" * 7}, {"total_bytes": 16}])
-def test_a_result_that_does_not_fit_is_an_error(joined: Callable, change: dict) -> None:
+def test_a_result_that_does_not_fit_is_an_error(joined, change):
     client, (reducer,) = joined()
     data = ramp(8)
     work = client.all_reduce(data, op="max")
@@ -285,7 +266,7 @@ def test_a_result_that_does_not_fit_is_an_error(joined: Callable, change: dict) 
     assert (data == ramp(8)).all()
 
 
-def test_another_reducer_takes_over(joined: Callable) -> None:
+def test_another_reducer_takes_over(joined):
     client, pool = joined(reducers=2)
     data = ramp(4 * CHUNK)
     work = client.all_reduce(data, op="max")
@@ -312,11 +293,11 @@ def test_another_reducer_takes_over(joined: Callable) -> None:
     assert (supplied.payload == ramp(4 * CHUNK)[claim.offset :][:CHUNK] + np.uint8(1)).all()
 
 
-def test_one_that_talks_without_end_keeps_nobody_waiting(joined: Callable) -> None:
+def test_one_that_talks_without_end_keeps_nobody_waiting(joined):
     client, (talker, quiet) = joined(reducers=2, hosts={0: 0, 1: 1})  # whom nobody replaces
     stop = threading.Event()
 
-    def talk() -> None:
+    def talk():
         while not stop.is_set():
             with contextlib.suppress(zmq.Again):
                 talker.socket.send_multipart([talker.worker, Header(M.PING).pack()], zmq.NOBLOCK)
@@ -339,7 +320,7 @@ def test_one_that_talks_without_end_keeps_nobody_waiting(joined: Callable) -> No
             thread.join()
 
 
-def test_the_last_results_of_a_reducer_that_goes_count(joined: Callable) -> None:
+def test_the_last_results_of_a_reducer_that_goes_count(joined):
     client, (reducer,) = joined()
     work = client.all_reduce(ramp(4 * CHUNK), op="max")
     for _ in range(4):
@@ -351,18 +332,16 @@ def test_the_last_results_of_a_reducer_that_goes_count(joined: Callable) -> None
         client.all_reduce(ramp(8), op="max").wait(5)
 
 
-def test_nothing_is_looked_for_while_a_name_is_being_resolved(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_looked_for_while_a_name_is_being_resolved(monkeypatch):
     answered, look_up = threading.Event(), socket.getaddrinfo
 
-    def slow(host: str, *arguments: Any, **others: Any) -> Any:
+    def slow(host, *arguments, **others):
         if host == "slow.pool" and not others.get("flags"):
             answered.wait(10)
         return look_up(host, *arguments, **others)
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
-    chosen: Any = implementation.select("compiled")
+    chosen = implementation.select("compiled")
     with contextlib.closing(chosen.transport(opened("compiled", links=1, window=CHUNK), 1)) as one:
         one.connect("slow.pool:1")
         one.wait(0.0)
@@ -372,12 +351,12 @@ def test_nothing_is_looked_for_while_a_name_is_being_resolved(
         answered.set()
 
 
-def test_where_nobody_listens_it_tries_again_later_and_later() -> None:
+def test_where_nobody_listens_it_tries_again_later_and_later():
     """A refused attempt is no connection that was lost, after which one is made at once."""
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{nobody.getsockname()[1]}"
-        chosen: Any = implementation.select("compiled")
+        chosen = implementation.select("compiled")
         flight = opened("compiled", links=1, window=CHUNK)
         with contextlib.closing(chosen.transport(flight, 1)) as transport:
             transport.connect(place)

@@ -1,7 +1,5 @@
 """The wheels that `make release` has just built."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -15,7 +13,7 @@ COMPILERS = {"aarch64": "aarch64-linux-gnu-gcc"}  # of architectures that are no
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def wheel_of(machine: str) -> Path:
+def wheel_of(machine):
     """Return the wheel for `machine`, or skip the test that needs it where it is not built."""
     if not list(DIST.glob("*.whl")):
         pytest.skip("needs wheels: run make release")

@@ -4,14 +4,11 @@ An emulator of single programs runs both where it is installed (``make cross-too
 is unpacked from Debian's packages, which an apt with a state of its own fetches.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,16 +16,13 @@ from tests.commands import reduced_by, run_command
 from tests.kernels import computed, golden
 from tests.wheels.built import OUTSIDE, wheel_of
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 PACKAGES = ("python3-minimal", "libpython3-stdlib", "libstdc++6")  # NumPy needs the last
 EMULATOR = "qemu-aarch64"
 PLATFORMS = ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 40))]
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+def python(tmp_path_factory):
     """The command of an emulated Python that has the wheel and what it asks for."""
     wheel = wheel_of("aarch64")
     for tool in (EMULATOR, "apt-get", "dpkg-deb"):
@@ -48,7 +42,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     return [EMULATOR, "-L", root, found]
 
 
-def fetched(home: Path) -> list[Path]:
+def fetched(home):
     """Return packages that hold a Python for 64-bit Arm, and all that they need."""
     state, cache = home / "state", home / "cache"
     for folder in (state / "lists" / "partial", cache / "archives" / "partial"):
@@ -72,7 +66,7 @@ def fetched(home: Path) -> list[Path]:
 
 
 @pytest.mark.timeout(600)
-def test_its_kernels_and_casts_give_the_bits_of_all_others(python: list[object]) -> None:
+def test_its_kernels_and_casts_give_the_bits_of_all_others(python):
     cases, digests = golden.cases(), json.loads(golden.TABLE.read_text())
     requests = [request._asdict() for group in cases.values() for request in group]
     done = subprocess.run(
@@ -91,5 +85,5 @@ def test_its_kernels_and_casts_give_the_bits_of_all_others(python: list[object])
 
 
 @pytest.mark.timeout(600)
-def test_a_reducer_and_a_rank_run(python: list[object], tmp_path: Path) -> None:
+def test_a_reducer_and_a_rank_run(python, tmp_path):
     assert reduced_by(*python, env=OUTSIDE, cwd=tmp_path) == "compiled [0. 1. 2. 3. 4.]"

@@ -1,19 +1,13 @@
 """The README's first commands, in a container of a Debian that has Python and no compiler."""
 
-from __future__ import annotations
-
 import platform
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.containers import images
 from tests.containers.podman import OPTIONS, podman
 from tests.wheels.built import wheel_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PYTHON = """
 export DEBIAN_FRONTEND=noninteractive
@@ -24,7 +18,7 @@ CONSTRAINTS = images.ROOT / "constraints.txt"
 
 
 @pytest.mark.timeout(1200)
-def test_the_first_commands_train_through_a_pool_and_so_do_embedded_ranks(tmp_path: Path) -> None:
+def test_the_first_commands_train_through_a_pool_and_so_do_embedded_ranks(tmp_path):
     wheel = wheel_of(platform.machine())
     try:
         images.check_tools()

@@ -4,22 +4,16 @@ Each Python that is installed runs this machine's wheel, or 3.10 what it compile
 of sources, in an environment of its own, where no compiler is found.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil
 import sys
-from typing import TYPE_CHECKING
 from zipfile import ZipFile
 
 import pytest
 
 from tests.commands import reduced_by, run_command
 from tests.wheels.built import COMPILERS, DIST, OUTSIDE, wheel_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MOST_BYTES = 3_000_000
 IMPORT_S = 0.25  # promised to those who import it on every start
@@ -53,7 +47,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.fixture(scope="module", params=PYTHONS)
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(request, tmp_path_factory):
     """The commands of an environment that holds what was built and what it asks for."""
     wheel = wheel_of(platform.machine())
     interpreter = shutil.which(request.param)
@@ -77,7 +71,7 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.mark.parametrize("machine", sorted(MACHINES))
-def test_one_wheel_serves_every_python_on_older_systems(machine: str) -> None:
+def test_one_wheel_serves_every_python_on_older_systems(machine):
     wheel = wheel_of(machine)
     name = rf"reduction_server-[\w.]+-cp311-abi3-manylinux_2_(\d+)_{machine}\.whl"
     found = re.fullmatch(name, wheel.name)
@@ -94,7 +88,7 @@ def test_one_wheel_serves_every_python_on_older_systems(machine: str) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_it_runs_with_this_python_and_without_a_compiler(installed: Path) -> None:
+def test_it_runs_with_this_python_and_without_a_compiler(installed):
     said = reduced_by(
         installed / "python",
         code=ALONE,
@@ -105,7 +99,7 @@ def test_it_runs_with_this_python_and_without_a_compiler(installed: Path) -> Non
     assert said == "compiled [0. 1. 2. 3. 4.]"
 
 
-def test_an_import_is_quick(installed: Path) -> None:
+def test_an_import_is_quick(installed):
     command = (installed / "python", "-c", IMPORT)
     took = [float(run_command(*command, env=OUTSIDE, cwd=installed).stdout) for _ in range(5)]
     assert min(took) <= IMPORT_S

@@ -1,7 +1,5 @@
 """README.md is the specification: its tables and the code say the same."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -17,7 +15,7 @@ TEXT = Path(reducer.wire.__file__).with_name("README.md").read_text()
 SECTIONS = {int(part.split(".")[0]): part for part in re.split(r"^## ", TEXT, flags=re.M)[1:]}
 
 
-def rows(section: int, columns: int) -> list[list[str]]:
+def rows(section, columns):
     """Cells of a section's table rows that have this many columns, without the head."""
     found = []
     for line in SECTIONS[section].splitlines():
@@ -27,7 +25,7 @@ def rows(section: int, columns: int) -> list[list[str]]:
     return found[1:]
 
 
-def test_header_table() -> None:
+def test_header_table():
     table = [(int(at), int(size), name) for at, size, name, _ in rows(2, 4)]
     expected_at = 0
     for at, size, _ in table:
@@ -46,7 +44,7 @@ def test_header_table() -> None:
     assert PREFIX.size == table[2][0] + table[2][1]  # up to and with the message type
 
 
-def test_codes() -> None:
+def test_codes():
     assert {name: int(code) for code, name, *_ in rows(3, 4)} == MessageType.__members__
     four = rows(4, 7)
     assert {row[1]: int(row[0]) for row in four} == DType.__members__
@@ -55,7 +53,7 @@ def test_codes() -> None:
     assert {name: int(code) for code, name, _ in rows(7, 3)} == ErrorCode.__members__
 
 
-def test_who_may_say_what() -> None:
+def test_who_may_say_what():
     table = {}
     for state, worker, reducer_ in rows(5, 3):
         here = table[LinkState(state)] = {}
@@ -67,7 +65,7 @@ def test_who_may_say_what() -> None:
     assert table == TRANSITIONS
 
 
-def test_only_the_named_sender_says_a_message() -> None:
+def test_only_the_named_sender_says_a_message():
     senders = {MessageType(int(code)): sender for code, _, sender, _ in rows(3, 4)}
     for state in TRANSITIONS.values():
         for role, allowed in state.items():
@@ -97,6 +95,6 @@ def test_only_the_named_sender_says_a_message() -> None:
         (8, "at most 4 MiB", constants.MAX_CHUNK_BYTES == 4 << 20),
     ],
 )
-def test_numbers_in_prose(section: int, sentence: str, value: bool) -> None:
+def test_numbers_in_prose(section, sentence, value):
     assert sentence in " ".join(SECTIONS[section].split())
     assert value

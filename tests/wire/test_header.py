@@ -1,7 +1,5 @@
 """Headers: what is packed is what is read, and nothing else gets through."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -13,7 +11,7 @@ from reducer.wire.constants import HEADER_BYTES, MAX_CHUNK_BYTES, DType, Message
 from reducer.wire.header import Header, check_chunk, fingerprint
 
 
-def unsigned(bits: int) -> st.SearchStrategy[int]:
+def unsigned(bits):
     return st.integers(0, (1 << bits) - 1)
 
 
@@ -53,7 +51,7 @@ E4M3 = BLOCKS | {"dtype": DType.BLOCK8_E4M3, "wire_dtype": DType.BLOCK8_E4M3}
 
 
 @given(HEADERS)
-def test_round_trip(header: Header) -> None:
+def test_round_trip(header):
     data = header.pack()
     assert len(data) == HEADER_BYTES
     assert Header.unpack(data) == header
@@ -61,20 +59,20 @@ def test_round_trip(header: Header) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused(data: bytes) -> None:
+def test_garbage_is_refused(data):
     with pytest.raises(ReductionError):
         Header.unpack(data)
 
 
 @given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
-def test_a_damaged_header_raises_nothing_else(header: Header, at: int, flip: int) -> None:
+def test_a_damaged_header_raises_nothing_else(header, at, flip):
     data = bytearray(header.pack())
     data[at] ^= flip
     with contextlib.suppress(ReductionError):
         check_chunk(Header.unpack(data), 512, MAX_CHUNK_BYTES)
 
 
-def test_another_major_version_is_named() -> None:
+def test_another_major_version_is_named():
     data = bytearray(Header(MessageType.HELLO).pack())
     data[4] = 9
     with pytest.raises(VersionError) as refusal:
@@ -83,18 +81,18 @@ def test_another_major_version_is_named() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 5, 6, HEADER_BYTES - 1, HEADER_BYTES + 1])
-def test_other_lengths_are_refused(length: int) -> None:
+def test_other_lengths_are_refused(length):
     data = (Header(MessageType.PING).pack() * 2)[:length]
     with pytest.raises(RemoteProtocolError, match="96 bytes"):
         Header.unpack(data)
 
 
-def test_flags_of_no_agreed_feature_are_refused() -> None:
+def test_flags_of_no_agreed_feature_are_refused():
     with pytest.raises(RemoteProtocolError, match="flags"):
         Header.unpack(Header(MessageType.PING, flags=1).pack())
 
 
-def test_a_chunk_in_order_passes() -> None:
+def test_a_chunk_in_order_passes():
     check_chunk(CHUNK, 512, MAX_CHUNK_BYTES)
     check_chunk(CHUNK._replace(total_bytes=0, offset=0, nbytes=0), 0, MAX_CHUNK_BYTES)
     check_chunk(CHUNK._replace(total_bytes=1 << 48, offset=(1 << 48) - 512), 512, MAX_CHUNK_BYTES)
@@ -128,11 +126,11 @@ def test_a_chunk_in_order_passes() -> None:
         ({"total_bytes": 4001}, 512, "multiples of 4"),
     ],
 )
-def test_every_field_of_a_chunk_is_checked(change: dict, payload: int, match: str) -> None:
+def test_every_field_of_a_chunk_is_checked(change, payload, match):
     with pytest.raises(RemoteProtocolError, match=match):
         check_chunk(CHUNK._replace(**change), payload, MAX_CHUNK_BYTES)
 
 
-def test_fingerprints_are_those_of_the_specification() -> None:
+def test_fingerprints_are_those_of_the_specification():
     # As `printf job | b2sum -l 64` prints it.
     assert fingerprint("job") == int.from_bytes(bytes.fromhex("ae5ed715762bcf24"), "little")

@@ -1,7 +1,5 @@
 """Buffer -> shards -> chunks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -26,9 +24,7 @@ SEQUENCES = st.integers(0, 1 << 63)
 
 
 @given(TOTALS, WEIGHTS, SEQUENCES)
-def test_shards_are_aligned_and_cover_the_buffer(
-    total: int, weights: list[int], sequence: int
-) -> None:
+def test_shards_are_aligned_and_cover_the_buffer(total, weights, sequence):
     cut = shards(total, weights, sequence)
     assert cut[0].start == 0
     assert cut[-1].end == total
@@ -40,7 +36,7 @@ def test_shards_are_aligned_and_cover_the_buffer(
 
 
 @given(st.integers(0, 1 << 32), WEIGHTS, SEQUENCES)
-def test_no_shard_cuts_a_block(blocks: int, weights: list[int], sequence: int) -> None:
+def test_no_shard_cuts_a_block(blocks, weights, sequence):
     cut = shards(256 * blocks, weights, sequence, itemsize=256)
     assert all(shard.start % 256 == shard.end % 256 == 0 for shard in cut)
     assert (cut[0].start, cut[-1].end) == (0, 256 * blocks)
@@ -48,9 +44,7 @@ def test_no_shard_cuts_a_block(blocks: int, weights: list[int], sequence: int) -
 
 
 @given(TOTALS, WEIGHTS, SEQUENCES)
-def test_shards_are_as_large_as_their_weights_say(
-    total: int, weights: list[int], sequence: int
-) -> None:
+def test_shards_are_as_large_as_their_weights_say(total, weights, sequence):
     owners = sum(weight > 0 for weight in weights)
     cut = shards(total, weights, sequence)
     if total > MIN_SHARD * (owners - 1):
@@ -63,14 +57,12 @@ def test_shards_are_as_large_as_their_weights_say(
 
 
 @given(TOTALS, TOTALS, WEIGHTS, SEQUENCES)
-def test_ranks_that_disagree_on_the_size_meet(
-    total: int, other: int, weights: list[int], sequence: int
-) -> None:
+def test_ranks_that_disagree_on_the_size_meet(total, other, weights, sequence):
     first, second = shards(total, weights, sequence), shards(other, weights, sequence)
     assert first[0].reducer == second[0].reducer
 
 
-def test_small_buffers_go_to_each_reducer_in_turn() -> None:
+def test_small_buffers_go_to_each_reducer_in_turn():
     firsts = [shards(64, [1, 1, 0, 1], PLACES * call + 1)[0].reducer for call in range(6)]
     assert firsts == [0, 1, 3, 0, 1, 3]
     # The question before a call goes where the call goes, and its further all-reduces in turn.
@@ -78,7 +70,7 @@ def test_small_buffers_go_to_each_reducer_in_turn() -> None:
     assert places == [1, 1, 3, 0, 1]
 
 
-def test_an_empty_buffer_is_one_empty_chunk() -> None:
+def test_an_empty_buffer_is_one_empty_chunk():
     assert shards(0, [1, 1, 1], 3) == [(2, 0, 0)]
 
 
@@ -93,7 +85,7 @@ def test_an_empty_buffer_is_one_empty_chunk() -> None:
         (1.2e9, 512 << 10),
     ],
 )
-def test_the_measure_of_chunks_is_what_a_link_carries_in_a_time(rate: float, nbytes: int) -> None:
+def test_the_measure_of_chunks_is_what_a_link_carries_in_a_time(rate, nbytes):
     assert chunk_size(rate) == nbytes
 
 
@@ -111,19 +103,17 @@ def test_the_measure_of_chunks_is_what_a_link_carries_in_a_time(rate: float, nby
         (1 << 40, 1, 64 << 10, 64 << 10),
     ],
 )
-def test_short_shards_have_shorter_chunks(
-    total: int, count: int, measure: int, nbytes: int
-) -> None:
+def test_short_shards_have_shorter_chunks(total, count, measure, nbytes):
     assert chunk_size_of(total, count, measure) == nbytes
 
 
-def test_the_smallest_contribution_takes_something_of_a_window() -> None:
+def test_the_smallest_contribution_takes_something_of_a_window():
     assert [charge(nbytes) for nbytes in (0, 1, 1024, 1025)] == [1024, 1024, 1024, 1025]
 
 
 @pytest.mark.parametrize("workers", range(1, 10))
 @pytest.mark.parametrize("pool", range(10))
-def test_a_mixed_job_keeps_every_link_equally_busy(workers: int, pool: int) -> None:
+def test_a_mixed_job_keeps_every_link_equally_busy(workers, pool):
     weights = mixed_weights(workers, pool)
     assert len(weights) == pool + workers
     if workers == 1:

@@ -1,7 +1,5 @@
 """Bodies of control messages, and errors on their way over the wire."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -44,11 +42,11 @@ ERRORS = [
 @pytest.mark.parametrize(
     "body", [HELLO, Welcome(incarnation="ab12", ticket="5a" * 16), Stream("5a" * 16, 15, "0f" * 32)]
 )
-def test_round_trip(body: Hello | Welcome | Stream) -> None:
+def test_round_trip(body):
     assert decode(type(body), encode(body)) == body
 
 
-def test_names_of_later_versions_are_ignored() -> None:
+def test_names_of_later_versions_are_ignored():
     values = json.loads(encode(HELLO)) | {"token": {"of": "x"}, "lanes": [1, 2]}
     assert decode(Hello, json.dumps(values).encode()) == HELLO
 
@@ -85,14 +83,14 @@ def test_names_of_later_versions_are_ignored() -> None:
         {"version": 1},
     ],
 )
-def test_values_out_of_bounds_are_refused(change: dict) -> None:
+def test_values_out_of_bounds_are_refused(change):
     values = json.loads(encode(HELLO)) | change
     with pytest.raises(RemoteProtocolError):
         decode(Hello, json.dumps(values).encode())
 
 
 @pytest.mark.parametrize("values", [(2, 1, 5), (-1, 1, (1 << 64) - 1), (-1, 1, -2), (-2, 1)])
-def test_a_loss_out_of_bounds_is_refused(values: tuple[int, ...]) -> None:
+def test_a_loss_out_of_bounds_is_refused(values):
     with pytest.raises(errors.RemoteProtocolError):
         Loss(*values)
 
@@ -100,21 +98,21 @@ def test_a_loss_out_of_bounds_is_refused(values: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "values", [("", 1), ("5a" * 15, 1), ("5a" * 16, -1), ("5a" * 16, 16), ("5a" * 16, 1, "0f")]
 )
-def test_a_stream_out_of_bounds_is_refused(values: tuple) -> None:
+def test_a_stream_out_of_bounds_is_refused(values):
     with pytest.raises(RemoteProtocolError):
         Stream(*values)
 
 
-def test_a_loss_of_an_earlier_version_has_no_sequence() -> None:
+def test_a_loss_of_an_earlier_version_has_no_sequence():
     assert decode(Loss, b'{"reducer":-1,"epoch":1}') == Loss(-1, 1, -1)
 
 
-def test_a_missing_name_is_refused() -> None:
+def test_a_missing_name_is_refused():
     with pytest.raises(RemoteProtocolError, match="HELLO"):
         decode(Hello, b'{"job": "digits"}')
 
 
-def test_another_major_version_is_refused_with_both() -> None:
+def test_another_major_version_is_refused_with_both():
     values = json.loads(encode(HELLO)) | {"version": "2.3"}
     with pytest.raises(VersionError) as refusal:
         decode(Hello, json.dumps(values).encode())
@@ -122,20 +120,20 @@ def test_another_major_version_is_refused_with_both() -> None:
 
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))
-def test_garbage_is_refused(data: bytes) -> None:
+def test_garbage_is_refused(data):
     for read in (lambda: decode(Hello, data), lambda: decode_error(data)):
         with pytest.raises(RemoteProtocolError):
             read()
 
 
 @pytest.mark.parametrize("data", [b"[" * 4000, b"{" * 4000, b" " * 5000, b'{"code":[]}'])
-def test_hostile_json_is_refused(data: bytes) -> None:
+def test_hostile_json_is_refused(data):
     with pytest.raises(RemoteProtocolError):
         decode_error(data)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_keep_their_attributes(error: errors.ReductionError) -> None:
+def test_errors_keep_their_attributes(error):
     arrived = decode_error(encode_error(error), sequence=5)
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
@@ -145,7 +143,7 @@ def test_errors_keep_their_attributes(error: errors.ReductionError) -> None:
 
 
 @pytest.mark.parametrize("escapes", ["who sends", "who receives"])
-def test_text_of_errors_is_one_line_that_does_nothing_to_a_terminal(escapes: str) -> None:
+def test_text_of_errors_is_one_line_that_does_nothing_to_a_terminal(escapes):
     text, shown = "a\n\x1b[31m \ud800 ä \u202e \\n", "a\\n\\x1b[31m \\ud800 ä \\u202e \\n"
     error = errors.MismatchError(text, field=text, rank=0, other_rank=2, expected=text, got=text)
     body = encode_error(error)
@@ -159,12 +157,12 @@ def test_text_of_errors_is_one_line_that_does_nothing_to_a_terminal(escapes: str
     assert decode_error(encode_error(arrived)).expected == shown, "a reducer passes it on"
 
 
-def test_every_code_has_its_error() -> None:
+def test_every_code_has_its_error():
     sent = {json.loads(encode_error(error))["code"] for error in ERRORS}
     assert sent == {int(code) for code in ErrorCode}
 
 
-def test_the_largest_error_fits_a_body() -> None:
+def test_the_largest_error_fits_a_body():
     everyone = tuple(range(60_000))
     error = errors.ReductionTimeout("\N{SNOWMAN}" * 5000, missing=everyone)
     body = encode_error(error)
@@ -173,7 +171,7 @@ def test_the_largest_error_fits_a_body() -> None:
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "\N{SNOWMAN}" * 5000, "\N{PILE OF POO}" * 5000])
-def test_errors_with_long_names_fit_a_body(text: str) -> None:
+def test_errors_with_long_names_fit_a_body(text):
     error = errors.MismatchError(
         text, field=text, rank=1, other_rank=2, expected=text, got=text + "!"
     )
@@ -199,9 +197,7 @@ NAMES = ("expected", "got", "generation", "current", "rank", "other_rank", "fiel
     JSON,
     st.dictionaries(st.sampled_from([*NAMES, "missing", "limit"]), JSON | st.integers(0, 9)),
 )
-def test_what_a_reducer_passes_on_can_be_read_again(
-    code: int, message: object, detail: dict
-) -> None:
+def test_what_a_reducer_passes_on_can_be_read_again(code, message, detail):
     body = json.dumps({"code": code, "message": message, "detail": detail}).encode()
     try:
         error = decode_error(body)
@@ -219,7 +215,5 @@ def test_what_a_reducer_passes_on_can_be_read_again(
         (errors.DeviceError("no memory", device="cuda:0"), errors.ReductionError),
     ],
 )
-def test_what_is_local_arrives_as_what_it_is_elsewhere(
-    sent: errors.ReductionError, comes: type[errors.ReductionError]
-) -> None:
+def test_what_is_local_arrives_as_what_it_is_elsewhere(sent, comes):
     assert type(decode_error(encode_error(sent))) is comes

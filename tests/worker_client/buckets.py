@@ -1,12 +1,8 @@
 """A bucket, as DDP gives it to its communication hook."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @dataclass
@@ -17,11 +13,11 @@ class Bucket:
     last: bool = True
     of: torch.Tensor | None = None
 
-    def buffer(self) -> torch.Tensor:
+    def buffer(self):
         return self.gradient
 
-    def parameters(self) -> list[torch.Tensor]:
+    def parameters(self):
         return [self.gradient if self.of is None else self.of]
 
-    def is_last(self) -> bool:
+    def is_last(self):
         return self.last

@@ -1,10 +1,7 @@
 """Real reducers, and clients of them whose callers may lead."""
 
-from __future__ import annotations
-
 import math
 import time
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -13,27 +10,19 @@ from worker_client.client import bootstrap
 from worker_client.runtime import driver
 from worker_client.staging import device, split_call
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.worker_client.slow_device import Devices
-    from worker_client.client.client import Client
-
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[list[str]]:
+def pool():
     with local_pool(2) as servers:
         yield servers
 
 
 @pytest.fixture
-def make(
-    request: pytest.FixtureRequest, pool: list[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[int, int], Client]]:
+def make(request, pool, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", "compiled")
-    made: list[Client] = []
+    made = []
 
-    def one(rank: int = 0, world_size: int = 1) -> Client:
+    def one(rank=0, world_size=1):
         job = f"{request.node.name}-{time.monotonic_ns() if world_size == 1 else ''}"
         made.append(
             bootstrap.connect(servers=pool, rank=rank, world_size=world_size, job=job, timeout=20)
@@ -46,20 +35,20 @@ def make(
 
 
 @pytest.fixture
-def client(make: Callable[..., Client]) -> Client:
+def client(make):
     """A job of one rank: its all-reduces end as soon as the reducer has answered."""
     return make()
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch):
     """Whoever waits asks to lead, until it does."""
     monkeypatch.setattr(driver, "OFTEN_S", math.inf)
     monkeypatch.setattr(driver, "ASKING_S", 10.0)
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
+def devices(monkeypatch):
     """Torch's tensors are on a slow device, and their pieces are small."""
     torch = pytest.importorskip("torch", reason="needs torch")
     from tests.worker_client import slow_device  # noqa: PLC0415 (it imports torch)

@@ -1,25 +1,15 @@
 """Flights of both implementations, and the reducers' answers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from worker_client.runtime import implementation
 
-if TYPE_CHECKING:
-    from worker_client.protocol.flight import Flight, LinkShard, Send
-    from worker_client.protocol.operation import Operation
-
 IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
 WINDOW = 4096  # four small contributions
-_next: dict[int, int] = {}  # number of each flight, by its id
+_next = {}  # number of each flight, by its id
 
 
-def make(
-    name: str, links: int = 2, window: int = WINDOW, keep: bool = False, **identity: int
-) -> Flight:
+def make(name, links=2, window=WINDOW, keep=False, **identity):
     """A flight whose links are shut."""
     chosen = implementation.select(name)
     assert chosen.name == name
@@ -30,7 +20,7 @@ def make(
     return flight
 
 
-def opened(name: str, links: int = 2, **given: Any) -> Flight:
+def opened(name, links=2, **given):
     """A flight whose links are open."""
     flight = make(name, links, **given)
     for link in range(links):
@@ -38,15 +28,7 @@ def opened(name: str, links: int = 2, **given: Any) -> Flight:
     return flight
 
 
-def submit(
-    flight: Flight,
-    asked: Operation,
-    shards: list[LinkShard],
-    chunk_bytes: int,
-    epoch: int,
-    *,
-    left_out: int = 0,
-) -> int:
+def submit(flight, asked, shards, chunk_bytes, epoch, *, left_out=0):
     """Submit it under the next number, or one so many beyond it, and return that."""
     asked.sequence = _next[id(flight)] + left_out
     _next[id(flight)] = asked.sequence + 1
@@ -54,16 +36,16 @@ def submit(
     return asked.sequence
 
 
-def header_of(send: Send) -> Header:
+def header_of(send):
     return Header.unpack(send.header)
 
 
-def where(sends: list[Send]) -> list[tuple[int, int, int]]:
+def where(sends):
     headers = [(send.link, header_of(send)) for send in sends]
     return [(link, header.sequence, header.offset) for link, header in headers]
 
 
-def result(send: Send, **change: Any) -> tuple[bytes, bytes]:
+def result(send, **change):
     """The frames that answer a contribution."""
     header = header_of(send)._replace(
         type=MessageType.RESULT, rank=0, watermark=0, since=0, history=0
@@ -72,5 +54,5 @@ def result(send: Send, **change: Any) -> tuple[bytes, bytes]:
     return header._replace(**change).pack(), payload
 
 
-def answer(flight: Flight, send: Send, now: float = 2.0, **change: Any) -> list[int] | None:
+def answer(flight, send, now=2.0, **change):
     return flight.take(send.link, *result(send, **change), now)

@@ -4,13 +4,10 @@ What real devices do and a `memcpy` does not, it does always: nothing is copied 
 for, the ways overtake each other, and memory holds rubbish until a copy has reached it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,16 +16,10 @@ from reducer.wire.constants import DType
 from worker_client.client import client as client_module
 from worker_client.staging import device, split_call
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from worker_client.client.client import Client
-    from worker_client.staging.buffer_pool import BufferPool
-
 RUBBISH = 0xA5
 PIECE = 4096  # bytes of a piece, with the fixture `devices`
 DTYPES = [getattr(torch, dtype.name.lower()) for dtype in DType if not dtype.is_block]
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of a matrix
+VIEWS = {  # of a matrix
     "part": lambda whole: whole[1:-10],
     "transposed": lambda whole: whole.t(),
     "column": lambda whole: whole[:, 3],
@@ -40,15 +31,15 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of a matrix
 class Copy:
     """What a stream was asked for: it ends, well or badly."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._ended = threading.Event()
-        self._error: Exception | None = None
+        self._error = None
 
-    def end(self, error: Exception | None) -> None:
+    def end(self, error):
         self._error = error
         self._ended.set()
 
-    def wait(self) -> None:
+    def wait(self):
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -57,21 +48,21 @@ class Copy:
 class Stream:
     """Does one thing after another."""
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Copy] | None] = queue.SimpleQueue()
+    def __init__(self):
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def do(self, job: Callable[[], None]) -> Copy:
+    def do(self, job):
         copy = Copy()
         self._queue.put((job, copy))
         return copy
 
-    def close(self) -> None:
+    def close(self):
         self._queue.put(None)
         self._thread.join(10)
 
-    def _run(self) -> None:
+    def _run(self):
         while (item := self._queue.get()) is not None:
             job, copy = item
             try:
@@ -94,7 +85,7 @@ class SlowDevice:
         blocks: how many times page-locked memory was asked for.
     """
 
-    def __init__(self, before: Callable[[str, int], None] = lambda _way, _number: None) -> None:
+    def __init__(self, before=lambda _way, _number: None):
         self.compute = Stream()
         self._made = {"to_host": 0, "to_device": 0}
         self.blocks = 0
@@ -102,22 +93,22 @@ class SlowDevice:
         self._streams = {"to_host": Stream(), "to_device": Stream()}
         self._returning = threading.local()
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
+    def pinned(self, nbytes):
         self.blocks += 1
         return torch.full((nbytes,), RUBBISH, dtype=torch.uint8)
 
-    def follow(self, *tensors: torch.Tensor) -> None:
+    def follow(self, *tensors):
         del tensors
         self._streams["to_host"].do(self.compute.do(lambda: None).wait)
 
-    def to_host(self, block: torch.Tensor, source: torch.Tensor) -> Copy:
+    def to_host(self, block, source):
         return self._copy("to_host", block, source)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
+    def to_device(self, target, source):
         return self._copy("to_device", target, source)
 
     @contextlib.contextmanager
-    def returning(self) -> Iterator[None]:
+    def returning(self):
         self._returning.is_current = True
         try:
             yield
@@ -125,20 +116,20 @@ class SlowDevice:
             self._returning.is_current = False
 
     @property
-    def is_returning(self) -> bool:
+    def is_returning(self):
         """Whether the stream of copies to the device is this thread's current one."""
         return getattr(self._returning, "is_current", False)
 
-    def made(self, way: str) -> int:
+    def made(self, way):
         """Number of copies that were made one way."""
         return self._made[way]
 
-    def close(self) -> None:
+    def close(self):
         for stream in (self.compute, *self._streams.values()):
             stream.close()
 
-    def _copy(self, way: str, target: torch.Tensor, source: torch.Tensor) -> Copy:
-        def copy() -> None:
+    def _copy(self, way, target, source):
+        def copy():
             self._before(way, self.made(way))
             target.copy_(source)
             self._made[way] += 1
@@ -153,20 +144,20 @@ class Devices:
         before: what their streams call before each copy, from now on.
     """
 
-    def __init__(self) -> None:
-        self.opened: list[SlowDevice] = []
-        self.before: Callable[[str, int], None] = lambda _way, _number: time.sleep(0.001)
+    def __init__(self):
+        self.opened = []
+        self.before = lambda _way, _number: time.sleep(0.001)
 
-    def open(self, of: torch.device) -> SlowDevice:
+    def open(self, of):
         assert of.type == "cpu"
         self.opened.append(SlowDevice(self._before))
         return self.opened[-1]
 
-    def _before(self, way: str, number: int) -> None:
+    def _before(self, way, number):
         self.before(way, number)  # what it is then
 
 
-def stage_all(open_device: Callable[[torch.device], SlowDevice], piece: int = PIECE) -> None:
+def stage_all(open_device, piece=PIECE):
     """From now on all of this process' tensors are on a device, and their pieces are small."""
     client_module.is_on_device = lambda data: isinstance(data, torch.Tensor)
     device.open_device = open_device
@@ -176,19 +167,19 @@ def stage_all(open_device: Callable[[torch.device], SlowDevice], piece: int = PI
 class Gate:
     """Lets copies of one way pass from a certain number on only when it is opened."""
 
-    def __init__(self, way: str, number: int = 0) -> None:
+    def __init__(self, way, number=0):
         self._way, self._number = way, number
         self._open = threading.Event()
 
-    def __call__(self, way: str, number: int) -> None:
+    def __call__(self, way, number):
         if way == self._way and number >= self._number:
             assert self._open.wait(30)
 
-    def open(self) -> None:
+    def open(self):
         self._open.set()
 
 
-def reduce_all(clients: list[Client], tensors: list[Any], **arguments: Any) -> None:
+def reduce_all(clients, tensors, **arguments):
     works = [
         client.all_reduce(tensor, **arguments)
         for client, tensor in zip(clients, tensors, strict=True)
@@ -197,11 +188,7 @@ def reduce_all(clients: list[Client], tensors: list[Any], **arguments: Any) -> N
         assert work.wait(20) is tensor
 
 
-def reduce_views(
-    clients: list[Client],
-    wholes: list[torch.Tensor],
-    view: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+def reduce_views(clients, wholes, view):
     """Sum up a view of each rank's matrix, and see that nothing beside it changes."""
     expected = [whole.clone() for whole in wholes]
     total = (view(wholes[0]) + view(wholes[1])).clone()
@@ -212,7 +199,7 @@ def reduce_views(
         assert torch.equal(whole, one)
 
 
-def blocks_of(client: Client) -> BufferPool[torch.Tensor]:
+def blocks_of(client):
     """Return the page-locked memory of a client with one device."""
     ((_, blocks),) = client._staging._devices.values()
     return blocks

@@ -1,9 +1,6 @@
 """When ranks agree on the size of chunks and on the reducers, and by what."""
 
-from __future__ import annotations
-
 import struct
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,20 +9,17 @@ from tests.engine.driven import operation
 from tests.engine.words import number
 from worker_client.protocol.agreement import Agreement
 
-if TYPE_CHECKING:
-    from worker_client.protocol.operation import Operation
-
 KIB = 1 << 10
 
 
-def before(call: int) -> Operation:
+def before(call):
     """The first all-reduce of a call."""
     first = operation(0, 7.0)
     first.sequence = number(call)
     return first
 
 
-def test_at_which_calls_the_ranks_agree() -> None:
+def test_at_which_calls_the_ranks_agree():
     agreement = Agreement(needed=True, fixed=0, reducers=2)
     due = [call + 1 for call in range(400) if agreement.due(number(call))]
     assert due == [3, 6, 12, 24, 48, 96, 192, 288, 384]
@@ -34,12 +28,12 @@ def test_at_which_calls_the_ranks_agree() -> None:
     assert agreement.due(number(5))
 
 
-def test_where_there_is_nothing_to_agree_on() -> None:
+def test_where_there_is_nothing_to_agree_on():
     agreement = Agreement(needed=False, fixed=64, reducers=1)
     assert not any(agreement.due(number(call)) for call in range(400))
 
 
-def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
+def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide():
     agreement = Agreement(needed=True, fixed=0, reducers=3)
     assert agreement.chunk_bytes == 64 * KIB
     assert agreement.chunk_bytes_of(1 << 20, 4) == 32 * KIB, "of links that nobody has measured"
@@ -60,7 +54,7 @@ def test_the_slowest_rank_and_whoever_cannot_use_a_reducer_decide() -> None:
     assert agreement.chunk_bytes_of(512 << 10, 4) == 64 * KIB, "as at first"
 
 
-def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
+def test_ranks_that_begin_anew_begin_with_the_first_chunks():
     agreement = Agreement(needed=True, fixed=0, reducers=1)
     agreement.question(1.2e9, [True], before(2))
     agreement.answer()
@@ -70,7 +64,7 @@ def test_ranks_that_begin_anew_begin_with_the_first_chunks() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.2e9])
-def test_a_fixed_size_stays(rate: float) -> None:
+def test_a_fixed_size_stays(rate):
     agreement = Agreement(needed=True, fixed=640, reducers=1)
     assert agreement.chunk_bytes == 640
     agreement.question(rate, [True], before(2))

@@ -1,7 +1,5 @@
 """Memory that the wire cast lends out is used again, and dropped when calls do without it."""
 
-from __future__ import annotations
-
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,11 +10,11 @@ from worker_client.communicators.casting import CastingCommunicator
 from worker_client.staging.buffer_pool import BufferPool
 
 
-def pool_of_casts() -> BufferPool[memoryview]:
+def pool_of_casts():
     return CastingCommunicator(Mock(), DType.BFLOAT16, whole=False)._memory
 
 
-def test_the_buffer_that_was_given_back_last_is_lent_out_first() -> None:
+def test_the_buffer_that_was_given_back_last_is_lent_out_first():
     pool = pool_of_casts()
     one, other = pool.take(100), pool.take(100)
     assert one is not other
@@ -27,7 +25,7 @@ def test_the_buffer_that_was_given_back_last_is_lent_out_first() -> None:
     assert pool.take(100) is one
 
 
-def test_calls_that_need_no_buffer_count_as_well() -> None:
+def test_calls_that_need_no_buffer_count_as_well():
     pool = pool_of_casts()
     kept = pool.take(100)
     pool.give_back(kept)
@@ -39,7 +37,7 @@ def test_calls_that_need_no_buffer_count_as_well() -> None:
     assert (pool.used_bytes, pool.idle_bytes) == (0, 0)
 
 
-def test_the_oldest_idle_buffers_go_first() -> None:
+def test_the_oldest_idle_buffers_go_first():
     pool = BufferPool(lambda nbytes: np.empty(nbytes, np.uint8).data, most=2)
     taken = [pool.take(nbytes) for nbytes in (1, 2, 4)]
     for buffer in taken:

@@ -1,11 +1,8 @@
 """Callers' threads that lead: numbers, deadlines and results as if the driver's own thread did."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from subprocess import run
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,11 +10,6 @@ import pytest
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from tests.worker_client.waits import at_all, half_a_job, leave_the_lead
 from worker_client.protocol.operation import Operation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
 
 SIZES = (1, 0, 1000, 3, 5, 1 << 18, 7, 65536, 1 << 16)  # elements: some are cut, some are large
 OPS = ("sum", "max", "min", "mean", "product")
@@ -38,7 +30,7 @@ with local_pool(1) as servers, worker_client.init(servers=servers, rank=0, world
 """
 
 
-def calls(client: Client, count: int) -> list[np.ndarray]:
+def calls(client, count):
     """Make calls of many sizes, ops and types, some of them several at a time; the results."""
     made = []
     for call in range(count):
@@ -54,9 +46,7 @@ def calls(client: Client, count: int) -> list[np.ndarray]:
     return [work.wait(20) for work in made]
 
 
-def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do(make, monkeypatch):
     """Reducers compare the numbers of ranks, and the checksums of what they asked for before."""
     ours, theirs = half_a_job(make)
     leave_the_lead(monkeypatch, theirs._ordered.flat)
@@ -69,13 +59,11 @@ def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do
         assert np.allclose(mine, expected)
 
 
-def test_all_reduces_of_one_call_follow_each_other(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_reduces_of_one_call_follow_each_other(make, monkeypatch):
     ours, theirs = half_a_job(make)
     leave_the_lead(monkeypatch, theirs._ordered.flat)
 
-    def call(client: Client) -> list[Operation]:
+    def call(client):
         for _ in range(100):  # from now on ranks agree seldom
             client.all_reduce(np.ones(2), "sum").wait(10)
         whole, driver = object(), client._ordered.flat
@@ -96,13 +84,11 @@ def test_all_reduces_of_one_call_follow_each_other(
 
 
 @pytest.mark.usefixtures("eager")
-def test_deadlines_are_those_that_the_session_sets(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deadlines_are_those_that_the_session_sets(make, monkeypatch):
     ours, theirs = half_a_job(make)
     leave_the_lead(monkeypatch, theirs._ordered.flat)
     for timeout_s in (0.5, 7.0):
-        works: list[Operation] = at_all(
+        works = at_all(
             [ours, theirs],
             lambda client, timeout_s=timeout_s: client.all_reduce(
                 np.ones(4), "sum", timeout=timeout_s
@@ -120,15 +106,15 @@ def test_deadlines_are_those_that_the_session_sets(
         assert works[0].history == works[1].history
 
 
-def test_without_compiled_modules_calls_are_the_same() -> None:
+def test_without_compiled_modules_calls_are_the_same():
     done = run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["12", "worker_client.protocol.plain_state"]
 
 
-def test_both_states_of_an_all_reduce_begin_alike() -> None:
+def test_both_states_of_an_all_reduce_begin_alike():
     from worker_client.protocol import _state, plain_state  # noqa: PLC0415 (may not be there)
 
-    def state(kind: type) -> dict[str, object]:
+    def state(kind):
         made = kind(memoryview(b"12"), 1, 2, "name", 3.0, call=4, more=True, lead=5, ended=6)
         names = plain_state.OperationState.__slots__
         values = {name: getattr(made, name, None) for name in names}

@@ -3,8 +3,6 @@
 PyTorch's and NumPy's own casts are the independent witnesses; of blocks, `block8_oracle`.
 """
 
-from __future__ import annotations
-
 import sys
 
 import ml_dtypes
@@ -26,11 +24,11 @@ LONG = 1 << 19  # floats that are written past the caches
 NUMPY = {DType.BFLOAT16: ml_dtypes.bfloat16, DType.FLOAT16: np.float16}
 
 
-def view(array: np.ndarray) -> memoryview:
+def view(array):
     return array.reshape(-1).view(np.uint8).data
 
 
-def misaligned(data: np.ndarray, offset: int) -> np.ndarray:
+def misaligned(data, offset):
     """The same bytes, `offset` bytes into a 64-byte line."""
     nbytes = data.nbytes
     room = np.empty(nbytes + 128, np.uint8)
@@ -39,7 +37,7 @@ def misaligned(data: np.ndarray, offset: int) -> np.ndarray:
     return room[start : start + nbytes]
 
 
-def floats(count: int, seed: int = 0) -> np.ndarray:
+def floats(count, seed=0):
     """Any bits, values of usual size, ties, and what is special or at the ends of ranges."""
     rng = np.random.default_rng(seed)
     bits = rng.integers(0, 1 << 32, count, np.uint32, endpoint=False)
@@ -58,24 +56,24 @@ def floats(count: int, seed: int = 0) -> np.ndarray:
     )
 
 
-def usual(count: int, seed: int = 0) -> np.ndarray:
+def usual(count, seed=0):
     return np.random.default_rng(seed).standard_normal(count).astype(np.float32)
 
 
-def narrow(name: str, values: np.ndarray, dtype: DType) -> np.ndarray:
+def narrow(name, values, dtype):
     out = np.empty(dtype.nbytes(values.size) // 2, np.uint16)
     casts.select(name).narrow(view(values), view(out), dtype)
     return out
 
 
-def test_the_extension_is_built() -> None:
+def test_the_extension_is_built():
     assert "generic" in COMPILED
     assert casts.select().name == ALL[0]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ALL)
-def test_rounding_is_that_of_others(name: str, dtype: DType) -> None:
+def test_rounding_is_that_of_others(name, dtype):
     values = floats(1 << 16)
     got = narrow(name, values, dtype)
     nan = np.isnan(values)
@@ -89,7 +87,7 @@ def test_rounding_is_that_of_others(name: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ALL)
-def test_every_16_bit_value_comes_back_exactly(name: str, dtype: DType) -> None:
+def test_every_16_bit_value_comes_back_exactly(name, dtype):
     halves = np.arange(1 << 16, dtype=np.uint16)
     out = np.empty(halves.size, np.float32)
     casts.select(name).widen(view(halves), view(out), dtype)
@@ -103,9 +101,7 @@ def test_every_16_bit_value_comes_back_exactly(name: str, dtype: DType) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("dtype", SENT)
 @pytest.mark.parametrize("name", COMPILED)
-def test_same_bits_as_numpy_at_any_length_and_alignment(
-    name: str, dtype: DType, offset: int
-) -> None:
+def test_same_bits_as_numpy_at_any_length_and_alignment(name, dtype, offset):
     compiled, plain = casts.select(name), casts.select("numpy")
     for count in COUNTS:
         values, kept = floats(count, seed=count), floats(count, seed=count + 1)
@@ -132,7 +128,7 @@ def test_same_bits_as_numpy_at_any_length_and_alignment(
 @pytest.mark.parametrize("offset", [4, 16])
 @pytest.mark.parametrize("dtype", SENT)
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_long_result_has_the_bits_of_its_parts(name: str, dtype: DType, offset: int) -> None:
+def test_a_long_result_has_the_bits_of_its_parts(name, dtype, offset):
     chosen, count, short = casts.select(name), LONG + 1000, 252 * 100
     sent = np.resize(usual(short).view(np.uint8), dtype.nbytes(count))
     whole, parts = (misaligned(np.full(count + 40, 0.5, np.float32), offset) for _ in range(2))
@@ -147,7 +143,7 @@ def test_a_long_result_has_the_bits_of_its_parts(name: str, dtype: DType, offset
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.BLOCK8, DType.BLOCK8_E4M3])
 @pytest.mark.parametrize("name", ALL)
-def test_nothing_is_written_beyond_the_end(name: str, dtype: DType) -> None:
+def test_nothing_is_written_beyond_the_end(name, dtype):
     chosen = casts.select(name)
     for count in COUNTS:
         nbytes = dtype.nbytes(count)
@@ -164,7 +160,7 @@ def test_nothing_is_written_beyond_the_end(name: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", BLOCKS)
 @pytest.mark.parametrize("name", ALL)
-def test_blocks_are_those_of_the_specification(name: str, dtype: DType) -> None:
+def test_blocks_are_those_of_the_specification(name, dtype):
     chosen, wire = casts.select(name), BLOCKS[dtype]
     for count in COUNTS:
         # Blocks whose largest value is beside 2^-100, too, below which all is zero.
@@ -189,7 +185,7 @@ def test_blocks_are_those_of_the_specification(name: str, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_block_loses_half_a_step_at_most(name: str) -> None:
+def test_a_block_loses_half_a_step_at_most(name):
     values = usual(252 * 50) * np.repeat(
         np.float32(10) ** np.arange(-25, 25, dtype=np.float32), 252
     )
@@ -202,7 +198,7 @@ def test_a_block_loses_half_a_step_at_most(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_number_of_e4m3_loses_a_sixteenth_at_most(name: str) -> None:
+def test_a_number_of_e4m3_loses_a_sixteenth_at_most(name):
     rng = np.random.default_rng(5)
     values = usual(252 * 50) * np.float32(10) ** rng.uniform(-7, 0, 252 * 50).astype(np.float32)
     sent, back = np.empty(256 * 50, np.uint8), np.empty(values.size, np.float32)
@@ -215,7 +211,7 @@ def test_a_number_of_e4m3_loses_a_sixteenth_at_most(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", ALL)
-def test_what_rounding_takes_away_is_kept(name: str, dtype: DType) -> None:
+def test_what_rounding_takes_away_is_kept(name, dtype):
     rng = np.random.default_rng(3)
     values = rng.standard_normal(1000).astype(np.float32)
     residual = np.zeros(1000, np.float32)
@@ -229,7 +225,7 @@ def test_what_rounding_takes_away_is_kept(name: str, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_an_overflow_leaves_no_residual(name: str) -> None:
+def test_an_overflow_leaves_no_residual(name):
     values = np.array([1e6, -1e6, np.inf, np.nan], np.float32)
     residual = np.ones(4, np.float32)
     out = np.empty(4, np.uint16)
@@ -240,7 +236,7 @@ def test_an_overflow_leaves_no_residual(name: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="flushing is set per thread here")
 @pytest.mark.parametrize("name", COMPILED)
-def test_a_thread_that_flushes_subnormals_gets_the_same_bits(name: str) -> None:
+def test_a_thread_that_flushes_subnormals_gets_the_same_bits(name):
     values = floats(4096)
     before = [narrow(name, values, dtype).tobytes() for dtype in SENT]
     divided = np.full(100, 2e-38, np.float32)

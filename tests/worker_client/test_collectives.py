@@ -1,9 +1,5 @@
 """Broadcast and all-gather over real reducers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -11,13 +7,9 @@ from reducer.errors import ConfigError, MismatchError, RankLostError
 from tests.worker_client.waits import at_all
 from worker_client.collectives import all_gather_bytes, broadcast
 
-if TYPE_CHECKING:
-    from tests.worker_client.waits import Job
-    from worker_client.client.client import Client
-
 
 @pytest.mark.parametrize("root", [0, 2])
-def test_every_rank_gets_the_roots_bits(job: Job, root: int) -> None:
+def test_every_rank_gets_the_roots_bits(job, root):
     arrays = [np.full((5, 3), rank - 0.1, np.float32) for rank in range(3)]
     arrays[root][0, 0] = np.nan
     expected = arrays[root].tobytes()
@@ -25,13 +17,13 @@ def test_every_rank_gets_the_roots_bits(job: Job, root: int) -> None:
     assert [array.tobytes() for array in arrays] == [expected] * 3
 
 
-def test_strided_arrays_are_written_to(job: Job) -> None:
+def test_strided_arrays_are_written_to(job):
     arrays = [np.arange(12.0).reshape(3, 4).T + rank for rank in range(2)]
     at_all(job(2), lambda client: broadcast(client, arrays[client.rank]))
     np.testing.assert_array_equal(arrays[1], np.arange(12.0).reshape(3, 4).T)
 
 
-def test_payloads_of_any_length_are_gathered(job: Job) -> None:
+def test_payloads_of_any_length_are_gathered(job):
     payloads = [b"", b"a" * 300_000, b"\0\xff"]
     got = at_all(job(3), lambda client: all_gather_bytes(client, payloads[client.rank]))
     assert got == [dict(enumerate(payloads))] * 3
@@ -39,7 +31,7 @@ def test_payloads_of_any_length_are_gathered(job: Job) -> None:
     assert nothing == [{0: b"", 1: b""}] * 2
 
 
-def test_a_root_that_is_no_rank_is_refused(job: Job) -> None:
+def test_a_root_that_is_no_rank_is_refused(job):
     (client,) = job(1)
     with pytest.raises(ConfigError, match="root 1 is not a rank of a world of size 1"):
         broadcast(client, np.zeros(1), root=1)
@@ -55,12 +47,10 @@ def test_a_root_that_is_no_rank_is_refused(job: Job) -> None:
     ],
     ids=["root", "dtype", "shape", "size"],
 )
-def test_ranks_that_disagree_hear_it_and_go_on(
-    job: Job, root: int, dtype: type, shape: tuple[int, ...], said: str
-) -> None:
+def test_ranks_that_disagree_hear_it_and_go_on(job, root, dtype, shape, said):
     clients = job(3)
 
-    def receive(client: Client) -> str:
+    def receive(client):
         array = np.full(shape, 1, dtype) if client.rank == 2 else np.full(6, 1, np.float32)
         before = array.tobytes()
         with pytest.raises(MismatchError, match=said) as caught:
@@ -76,12 +66,12 @@ def test_ranks_that_disagree_hear_it_and_go_on(
         assert [array.tolist() for array in arrays] == [[1] * 6] * 3
 
 
-def test_a_root_that_is_lost_is_named(job: Job) -> None:
+def test_a_root_that_is_lost_is_named(job):
     clients = job(3, on_rank_lost="continue")
     at_all(clients, lambda client: client.all_reduce(np.ones(1)).wait(30))
     clients[0].shutdown()
 
-    def receive(client: Client) -> int:
+    def receive(client):
         kept = np.ones(3)
         with pytest.raises(RankLostError) as caught:
             broadcast(client, kept)

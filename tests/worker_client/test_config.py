@@ -1,12 +1,9 @@
 """Settings of the worker: where they come from, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_settings")
 # -- the worker: sources and units --------------------------------------------------------------
 
 # Setting, how it may be written, and what that means; the first differs from the second.
-WAYS: list[tuple[str, str, Any]] = [
+WAYS = [
     ("servers", "a:1,b:2", ("a:1", "b:2")),
     ("servers", " a:1 , b.example:65535,", ("a:1", "b.example:65535")),
     ("servers", "[::1]:5555", ("[::1]:5555",)),
@@ -115,19 +112,17 @@ DEFAULTS = {
 }
 
 
-def test_every_setting_is_covered() -> None:
+def test_every_setting_is_covered():
     assert set(config.WorkerConfig.model_fields) == set(DEFAULTS) == {name for name, *_ in WAYS}
 
 
-def test_defaults() -> None:
+def test_defaults():
     assert config.load().model_dump() == DEFAULTS
     assert config.load(**dict.fromkeys(DEFAULTS)).model_dump() == DEFAULTS  # None: not given
 
 
 @pytest.mark.parametrize("text", ["", " "])
-def test_empty_names_of_servers_and_keys_are_none(
-    monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_empty_names_of_servers_and_keys_are_none(monkeypatch, text):
     monkeypatch.setenv("REDUCTION_SERVERS", text)
     monkeypatch.setenv("REDUCTION_KEYS", text)
     assert config.load().model_dump() == DEFAULTS
@@ -136,9 +131,7 @@ def test_empty_names_of_servers_and_keys_are_none(
 
 
 @pytest.mark.parametrize(("name", "text", "value"), WAYS)
-def test_from_an_argument_and_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: Any
-) -> None:
+def test_from_an_argument_and_from_the_environment(monkeypatch, name, text, value):
     expected = DEFAULTS | {name: pytest.approx(value)}
     assert config.load(**{name: text}).model_dump() == expected
     monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
@@ -159,7 +152,7 @@ def test_from_an_argument_and_from_the_environment(
     ],
     ids=str,
 )
-def test_arguments_that_are_no_text(arguments: dict[str, Any]) -> None:
+def test_arguments_that_are_no_text(arguments):
     ((name, value),) = arguments.items()
     expected = tuple(value) if name == "servers" else value
     assert getattr(config.load(**arguments), name) == expected
@@ -178,15 +171,13 @@ def test_arguments_that_are_no_text(arguments: dict[str, Any]) -> None:
         ("connect_timeout", 5.0, "rubbish"),  # which nobody needs
     ],
 )
-def test_an_argument_beats_the_environment(
-    monkeypatch: pytest.MonkeyPatch, name: str, argument: Any, environment: str
-) -> None:
+def test_an_argument_beats_the_environment(monkeypatch, name, argument, environment):
     monkeypatch.setenv(f"REDUCTION_{name.upper()}", environment)
     expected = ("a:1",) if argument == "a:1" else argument
     assert getattr(config.load(**{name: argument}), name) == expected
 
 
-def test_a_configuration_does_not_change() -> None:
+def test_a_configuration_does_not_change():
     with pytest.raises(ValueError, match="frozen"):
         config.load().timeout = 1.0
 
@@ -227,9 +218,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "text", "why"), MISTAKES)
-def test_a_mistake_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str, why: str
-) -> None:
+def test_a_mistake_is_named(monkeypatch, name, text, why):
     variable = f"REDUCTION_{name.upper()}"
     with pytest.raises(ConfigError, match=f"^{variable}: .*{why}.*got ") as of_argument:
         config.load(**{name: text})
@@ -249,29 +238,29 @@ def test_a_mistake_is_named(
         ("job", "é" * 65),  # 130 bytes, as the protocol counts
     ],
 )
-def test_other_mistakes(name: str, value: Any) -> None:
+def test_other_mistakes(name, value):
     with pytest.raises(ConfigError, match=f"^REDUCTION_{name.upper()}: "):
         config.load(**{name: value})
 
 
-def test_every_mistake_is_told() -> None:
+def test_every_mistake_is_told():
     with pytest.raises(ConfigError, match=r"REDUCTION_JOB: .*; REDUCTION_TIMEOUT: "):
         config.load(job="", timeout="soon")
 
 
-def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("REDUCTION_SERVER", "a:1")
     with pytest.raises(ConfigError, match=r"unknown setting .*_SERVER: .*REDUCTION_SERVERS"):
         config.load(servers="a:1")
 
 
-def test_an_unknown_argument_is_an_error() -> None:
+def test_an_unknown_argument_is_an_error():
     with pytest.raises(ConfigError, match="REDUCTION_SERVER: Extra inputs"):
         config.load(server="a:1")
 
 
 @pytest.mark.parametrize("function", [worker_client.init, bootstrap.connect])
-def test_an_unknown_argument_of_init_is_refused_as_python_does(function: Any) -> None:
+def test_an_unknown_argument_of_init_is_refused_as_python_does(function):
     unknown = rf"^{function.__name__}\(\) got an unexpected keyword argument "
     with pytest.raises(TypeError, match=rf"{unknown}'server'. Did you mean 'servers'\?$"):
         function(server="a:1", rank=0, world_size=1)
@@ -281,21 +270,21 @@ def test_an_unknown_argument_of_init_is_refused_as_python_does(function: Any) ->
         function("a:1")
 
 
-def test_init_describes_its_arguments() -> None:
+def test_init_describes_its_arguments():
     section = inspect.cleandoc(worker_client.init.__doc__ or "").partition("\nArgs:\n")[2]
     described = re.findall(r"^    (\w+): ", section.partition("\n\n")[0], re.MULTILINE)
     assert described == list(config.InitSettings.__annotations__)
     assert set(described) - {"rank", "world_size"} <= set(config.WorkerConfig.model_fields)
 
 
-def test_a_reducers_settings_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reducers_settings_are_known(monkeypatch):
     assert set(config.REDUCER_SETTINGS) == set(reducer_config.ReducerConfig.model_fields)
     for name in set(config.REDUCER_SETTINGS) - set(DEFAULTS):  # those that both read, both judge
         monkeypatch.setenv(f"REDUCTION_{name.upper()}", "not for the worker to judge")
     assert config.load().model_dump() == DEFAULTS
 
 
-def test_bind_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bind_is_set(monkeypatch):
     assert not config.bind_is_set()
     monkeypatch.setenv("REDUCTION_BIND", "tcp://127.0.0.1:0")
     assert config.bind_is_set()
@@ -304,7 +293,7 @@ def test_bind_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what the launcher says ---------------------------------------------------------------------
 
 
-def test_the_restart_count_is_the_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_restart_count_is_the_generation(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert config.load().generation == 2
     assert config.load(generation=0).generation == 0
@@ -313,7 +302,7 @@ def test_the_restart_count_is_the_generation(monkeypatch: pytest.MonkeyPatch) ->
     assert config.load(generation=1).generation == 1
 
 
-def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch(monkeypatch):
     nothing = config.launch()
     assert (nothing.launcher, nothing.rank, nothing.world_size) == (Launcher.NONE, None, None)
     assert (nothing.master_addr, nothing.job, nothing.restarts) == (None, None, 0)
@@ -327,7 +316,7 @@ def test_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (launched.master_addr, launched.job) == ("node0", None)
 
 
-def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch):
     said = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
     for name, value in said.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
@@ -338,7 +327,7 @@ def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch: pytest.MonkeyPa
     assert config.launch().rank == 7
 
 
-def test_what_a_launcher_says_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_launcher_says_of_the_machine(monkeypatch):
     fields = ("local_rank", "local_world_size", "node_rank", "master_port")
     assert [getattr(config.launch(), field) for field in fields] == [None] * 4
     names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
@@ -347,9 +336,7 @@ def test_what_a_launcher_says_of_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     assert [getattr(config.launch(), field) for field in fields] == [0, 2, 3, 4]
 
 
-def test_reducers_that_a_launcher_names_are_used_unless_others_are_given(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_reducers_that_a_launcher_names_are_used_unless_others_are_given(monkeypatch):
     cluster = {"worker": ["a:1", "b:1"], "ps": ["c:1", "d:1"]}
     spec = {"cluster": cluster, "task": {"type": "worker", "index": 1}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(spec))
@@ -364,13 +351,13 @@ def test_reducers_that_a_launcher_names_are_used_unless_others_are_given(
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT"])
-def test_a_mistake_of_the_launcher_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_mistake_of_the_launcher_is_named(monkeypatch, name):
     monkeypatch.setenv(name, "first")
     with pytest.raises(ConfigError, match=f"^{name}: .*integer.*got 'first'"):
         config.launch()
 
 
-def test_horovods_names_are_honoured_and_ours_win(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovods_names_are_honoured_and_ours_win(monkeypatch):
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "33554432")
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3.5")
     loaded = config.load()
@@ -398,13 +385,7 @@ def test_horovods_names_are_honoured_and_ours_win(monkeypatch: pytest.MonkeyPatc
         ("2", None, "0", False),
     ],
 )
-def test_when_torchrun_ends_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-    local_world_size: str,
-    run: str | None,
-    restarts: str,
-    ends: bool,
-) -> None:
+def test_when_torchrun_ends_the_others(monkeypatch, local_world_size, run, restarts, ends):
     if run is not None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)

@@ -3,10 +3,7 @@
 `test_device_copies.py` has what staging does, over a device of the tests' own.
 """
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -26,13 +23,6 @@ from worker_client.staging.cuda import CudaDevice
 from worker_client.staging.host_buffer import STAGED, is_on_device
 from worker_client.staging.split_call import PIECE_BYTES
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.worker_client.waits import Job
-    from worker_client.client.client import Client
-    from worker_client.staging.device import Copy
-
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 A_SECOND = 2_000_000_000  # cycles; about
 
@@ -40,7 +30,7 @@ A_SECOND = 2_000_000_000  # cycles; about
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
+def asked(monkeypatch):
     """Stands in for torch, as the CUDA device sees it; what exists there has torch's signature."""
     stand_in = mock.MagicMock()
     stand_in.cuda = mock.create_autospec(torch.cuda)
@@ -51,11 +41,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     return stand_in
 
 
-def named(asked: mock.MagicMock) -> list[str]:
+def named(asked):
     return [call[0] for call in asked.mock_calls]
 
 
-def test_copies_wait_for_the_callers_stream(asked: mock.MagicMock) -> None:
+def test_copies_wait_for_the_callers_stream(asked):
     opened = CudaDevice(torch.device("cuda:0"))
     opened.follow(asked.tensor)
     current = asked.cuda.current_stream
@@ -68,10 +58,10 @@ def test_copies_wait_for_the_callers_stream(asked: mock.MagicMock) -> None:
 
 
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
-def test_a_copy_is_made_by_its_stream_and_an_event_follows(asked: mock.MagicMock, way: str) -> None:
+def test_a_copy_is_made_by_its_stream_and_an_event_follows(asked, way):
     opened = CudaDevice(torch.device("cuda:0"))
     asked.reset_mock()
-    copy: Copy = getattr(opened, way)(asked.target, asked.source)
+    copy = getattr(opened, way)(asked.target, asked.source)
     stream, event = getattr(asked, way), asked.cuda.Event.return_value
     asked.cuda.stream.assert_called_once_with(stream)
     asked.target.copy_.assert_called_once_with(asked.source, non_blocking=True)
@@ -88,13 +78,13 @@ def test_a_copy_is_made_by_its_stream_and_an_event_follows(asked: mock.MagicMock
     asked.cuda.stream.assert_called_with(asked.to_device)
 
 
-def test_page_locked_memory(asked: mock.MagicMock) -> None:
+def test_page_locked_memory(asked):
     block = CudaDevice(torch.device("cuda:0")).pinned(100)
     assert block is asked.empty.return_value
     asked.empty.assert_called_once_with(100, dtype=asked.uint8, pin_memory=True)
 
 
-def test_errors_of_cuda_are_typed(asked: mock.MagicMock) -> None:
+def test_errors_of_cuda_are_typed(asked):
     opened = CudaDevice(torch.device("cuda:3"))
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     copy = opened.to_host(asked.target, asked.source)
@@ -114,13 +104,13 @@ def test_errors_of_cuda_are_typed(asked: mock.MagicMock) -> None:
         assert caught.value.device == "cuda:3"
 
 
-def test_a_stream_that_is_captured_is_refused(asked: mock.MagicMock) -> None:
+def test_a_stream_that_is_captured_is_refused(asked):
     asked.cuda.is_current_stream_capturing.return_value = True
     with pytest.raises(ConfigError, match="CUDA graph"):
         CudaDevice(torch.device("cuda:0")).follow(asked.tensor)
 
 
-def test_what_is_on_a_device() -> None:
+def test_what_is_on_a_device():
     assert set(STAGED) == set(device._MODULES)
     assert not is_on_device(np.ones(3))
     assert not is_on_device([1.0])
@@ -133,7 +123,7 @@ def test_what_is_on_a_device() -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("nbytes", [0, 4, PIECE_BYTES, PIECE_BYTES + 4, 10 * PIECE_BYTES - 64])
-def test_sizes(job: Job, nbytes: int) -> None:
+def test_sizes(job, nbytes):
     ones = [torch.randn(nbytes // 4, device="cuda") for _ in range(2)]
     expected = ones[0] + ones[1]
     reduce_all(job(2), ones, op="sum")
@@ -142,7 +132,7 @@ def test_sizes(job: Job, nbytes: int) -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(job: Job, dtype: torch.dtype) -> None:
+def test_dtypes(job, dtype):
     ones = [torch.randint(0, 50, (3000,)).to(dtype).cuda() for _ in range(2)]
     expected = ones[0].cpu() + ones[1].cpu()
     reduce_all(job(2), ones, op="sum")
@@ -151,14 +141,12 @@ def test_dtypes(job: Job, dtype: torch.dtype) -> None:
 
 @on_a_gpu
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_and_nothing_beside_them(
-    job: Job, view: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_views_and_nothing_beside_them(job, view):
     reduce_views(job(2), [torch.randn(800, 1000, device="cuda") for _ in range(2)], view)
 
 
 @on_a_gpu
-def test_copies_follow_the_callers_stream_and_work_follows_the_copies(job: Job) -> None:
+def test_copies_follow_the_callers_stream_and_work_follows_the_copies(job):
     (client,) = job(1)
     late = torch.zeros(3_000_000, device="cuda")
     torch.cuda.synchronize()
@@ -175,13 +163,11 @@ def test_copies_follow_the_callers_stream_and_work_follows_the_copies(job: Job) 
 
 
 @on_a_gpu
-def test_first_pieces_are_reduced_while_the_last_is_still_copied(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies: list[Any] = []
+def test_first_pieces_are_reduced_while_the_last_is_still_copied(job, monkeypatch):
+    copies = []
 
     class Held(CudaDevice):
-        def to_host(self, block: torch.Tensor, source: torch.Tensor) -> cuda.CudaCopy:
+        def to_host(self, block, source):
             if len(copies) == 4:
                 with torch.cuda.stream(self._to_host):
                     torch.cuda._sleep(A_SECOND)
@@ -201,8 +187,8 @@ def test_first_pieces_are_reduced_while_the_last_is_still_copied(
 
 
 @on_a_gpu
-def test_many_calls_of_both_kinds(job: Job) -> None:
-    def run(client: Client) -> list[Any]:
+def test_many_calls_of_both_kinds(job):
+    def run(client):
         works = []
         for number in range(50):
             one = torch.full((1 + 100_000 * (number % 7),), float(number))
@@ -216,7 +202,7 @@ def test_many_calls_of_both_kinds(job: Job) -> None:
 
 
 @on_a_gpu
-def test_page_locked_memory_is_used_again(job: Job) -> None:
+def test_page_locked_memory_is_used_again(job):
     (client,) = job(1)
     for _ in range(5):
         reduce_all([client], [torch.ones(3_000_000, device="cuda")], op="sum")
@@ -226,7 +212,7 @@ def test_page_locked_memory_is_used_again(job: Job) -> None:
 
 
 @on_a_gpu
-def test_it_is_rounded_on_its_way(job: Job) -> None:
+def test_it_is_rounded_on_its_way(job):
     clients = job(2, wire_dtype="int8")
     ones = [torch.randn(3 * PIECE_BYTES // 4 + 1, device="cuda") for _ in clients]
     given = [one.cpu().numpy() for one in ones]
@@ -247,7 +233,7 @@ def test_it_is_rounded_on_its_way(job: Job) -> None:
 
 
 @on_a_gpu
-def test_the_hooks_future_knows_the_device(job: Job) -> None:
+def test_the_hooks_future_knows_the_device(job):
     ones = [torch.full((3_000_000,), float(rank), device="cuda") for rank in range(2)]
     states = [ReductionState(client) for client in job(2)]
     futures = [state.reduce(Bucket(one)) for state, one in zip(states, ones, strict=True)]
@@ -256,7 +242,7 @@ def test_the_hooks_future_knows_the_device(job: Job) -> None:
 
 
 @on_a_gpu
-def test_an_error_leaves_the_client_usable(job: Job) -> None:
+def test_an_error_leaves_the_client_usable(job):
     clients = job(2)
     sizes = 2 * PIECE_BYTES // 4 + 64, 2 * PIECE_BYTES // 4 + 128
     works = [
@@ -270,7 +256,7 @@ def test_an_error_leaves_the_client_usable(job: Job) -> None:
 
 
 @on_a_gpu
-def test_shut_down_while_copies_are_on_their_way(job: Job) -> None:
+def test_shut_down_while_copies_are_on_their_way(job):
     (client,) = job(1)
     torch.cuda._sleep(A_SECOND // 2)
     work = client.all_reduce(torch.ones(3_000_000, device="cuda"))
@@ -280,7 +266,7 @@ def test_shut_down_while_copies_are_on_their_way(job: Job) -> None:
 
 
 @on_a_gpu
-def test_a_graph_is_refused(job: Job) -> None:
+def test_a_graph_is_refused(job):
     (client,) = job(1)
     one = torch.ones(3, device="cuda")
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -291,7 +277,7 @@ def test_a_graph_is_refused(job: Job) -> None:
 
 
 @on_a_gpu
-def test_a_broadcast(job: Job) -> None:
+def test_a_broadcast(job):
     ones = [torch.full((50, 60), float(rank), device="cuda").t() for rank in range(2)]
     at_all(job(2), lambda client: broadcast(client, ones[client.rank], root=1))
     assert all((one == 1.0).all() for one in ones)
@@ -299,7 +285,7 @@ def test_a_broadcast(job: Job) -> None:
 
 @on_a_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_one_rank_may_have_several_devices(job: Job) -> None:
+def test_one_rank_may_have_several_devices(job):
     (client,) = job(1)
     ones = [torch.full((3_000_000,), 3.0, device=f"cuda:{index}") for index in (0, 1, 0, 1)]
     for work in [client.all_reduce(one, "sum") for one in ones]:

@@ -1,9 +1,6 @@
 """What a backward pass raises when several of its buckets fail, and what states refuse."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,13 +11,8 @@ from worker_client.client import bootstrap
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+
 from worker_client.ddp import ReductionState, state_of  # noqa: E402 (it imports torch)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-
 
 GOOD, BAD, WORSE = torch.float32, torch.complex64, torch.int64  # of the last there is no mean
 
@@ -29,14 +21,12 @@ class Pass(torch.autograd.Function):
     """Brings buckets in its backward pass, some of them in passes that it begins itself."""
 
     @staticmethod
-    def forward(
-        context: Any, x: torch.Tensor, state: ReductionState, steps: list[Any]
-    ) -> torch.Tensor:
+    def forward(context, x, state, steps):
         context.state, context.steps = state, steps
         return x.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(context, gradient):
         for step in context.steps:
             if isinstance(step, list):
                 backward(context.state, step)
@@ -45,12 +35,12 @@ class Pass(torch.autograd.Function):
         return gradient, None, None
 
 
-def backward(state: ReductionState, steps: list[Any]) -> None:
+def backward(state, steps):
     """Make a backward pass that brings buckets: a list among them is of a nested one."""
     backward_of_all([(state, steps)])
 
 
-def backward_of_all(models: list[tuple[ReductionState, list[Any]]]) -> None:
+def backward_of_all(models):
     """Make one backward pass that brings several models' buckets, the first one's first."""
     x = torch.ones(1, requires_grad=True)
     with torch.enable_grad():
@@ -59,11 +49,11 @@ def backward_of_all(models: list[tuple[ReductionState, list[Any]]]) -> None:
         x.backward()
 
 
-def bucket(dtype: torch.dtype = GOOD, *, last: bool = False) -> Bucket:
+def bucket(dtype=GOOD, *, last=False):
     return Bucket(torch.ones(4, dtype=dtype), last)
 
 
-def test_the_first_error_is_raised(client: Client) -> None:
+def test_the_first_error_is_raised(client):
     state = ReductionState(client)
     for first, second, text in ((WORSE, BAD, "mean"), (BAD, WORSE, "complex64")):
         with pytest.raises(ConfigError, match=text):
@@ -83,9 +73,7 @@ def test_the_first_error_is_raised(client: Client) -> None:
     ],
     ids=["each", "twice", "first", "last", "last, not at the end", "both", "none"],
 )
-def test_a_backward_pass_raises_what_failed_in_nested_ones_when_ddp_is_done(
-    client: Client, nested: Callable[[Bucket, Bucket], list[Any]]
-) -> None:
+def test_a_backward_pass_raises_what_failed_in_nested_ones_when_ddp_is_done(client, nested):
     state = ReductionState(client)
     for first, second in ((BAD, GOOD), (GOOD, BAD)):
         done = client.calls
@@ -95,9 +83,7 @@ def test_a_backward_pass_raises_what_failed_in_nested_ones_when_ddp_is_done(
         backward(state, nested(bucket(), bucket(last=True)))
 
 
-def test_an_error_that_another_models_was_raised_before_is_not_raised_a_step_later(
-    client: Client,
-) -> None:
+def test_an_error_that_another_models_was_raised_before_is_not_raised_a_step_later(client):
     states = [ReductionState(client), ReductionState(client)]
     with pytest.raises(ConfigError, match="complex64"):
         backward_of_all([(state, [bucket(BAD, last=True)]) for state in states])
@@ -106,10 +92,10 @@ def test_an_error_that_another_models_was_raised_before_is_not_raised_a_step_lat
 
 
 def test_residuals_of_a_call_in_progress_stay_when_another_models_error_ended_the_pass(
-    client: Client, pool: list[str]
-) -> None:
+    client, pool
+):
     """Rank 1 of two never comes, so rank 0's call goes on."""
-    settings: Any = {"servers": pool, "world_size": 2, "job": "residuals", "wire_dtype": "int8"}
+    settings = {"servers": pool, "world_size": 2, "job": "residuals", "wire_dtype": "int8"}
     with ThreadPoolExecutor(2) as ranks:
         both = list(ranks.map(lambda rank: bootstrap.connect(rank=rank, **settings), range(2)))
     with both[0] as mine, both[1]:
@@ -117,7 +103,7 @@ def test_residuals_of_a_call_in_progress_stay_when_another_models_error_ended_th
         first = ReductionState(client)
         second = ReductionState(mine, named_parameters=net.named_parameters())
 
-        def kept() -> float:
+        def kept():
             (residual,) = second.state_dict()["residuals"].values()
             return float(residual.abs().sum())
 
@@ -129,7 +115,7 @@ def test_residuals_of_a_call_in_progress_stay_when_another_models_error_ended_th
         assert kept() > 0, "the call reads and writes them still"
 
 
-def test_residuals_are_loaded_by_name_and_in_the_parameters_memory_format(client: Client) -> None:
+def test_residuals_are_loaded_by_name_and_in_the_parameters_memory_format(client):
     net = torch.nn.Conv2d(3, 5, 2, bias=False).to(memory_format=torch.channels_last)
     state = ReductionState(client, named_parameters=net.named_parameters())
     assert state.state_dict() == {"residuals": {}}
@@ -151,9 +137,7 @@ def test_residuals_are_loaded_by_name_and_in_the_parameters_memory_format(client
     ],
     ids=["another shape", "another name"],
 )
-def test_residuals_of_another_model_are_refused(
-    client: Client, residuals: dict[str, torch.Tensor], said: str
-) -> None:
+def test_residuals_of_another_model_are_refused(client, residuals, said):
     net = torch.nn.Linear(2, 4)
     state = ReductionState(client, named_parameters=net.named_parameters())
     with pytest.raises(ConfigError) as error:
@@ -161,7 +145,7 @@ def test_residuals_of_another_model_are_refused(
     assert said in str(error.value)
 
 
-def test_what_needs_names_or_an_attached_model_is_refused(client: Client) -> None:
+def test_what_needs_names_or_an_attached_model_is_refused(client):
     with pytest.raises(ConfigError, match="named_parameters="):
         ReductionState(client, exclude=lambda *_: True)
     with pytest.raises(ConfigError, match="attach"):

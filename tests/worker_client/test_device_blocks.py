@@ -1,25 +1,18 @@
 """Page-locked memory for tensors on a device: it is used again, and given up."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 import torch
 
 from reducer.errors import DeviceError
 from tests.waits import eventually
-from tests.worker_client.slow_device import PIECE, Devices, Gate, SlowDevice, blocks_of, reduce_all
+from tests.worker_client.slow_device import PIECE, Gate, SlowDevice, blocks_of, reduce_all
 from worker_client.staging import split_call
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.device_copies import BLOCK_TURNS
 
-if TYPE_CHECKING:
-    from tests.worker_client.waits import Job
 
-
-def test_all_pieces_are_on_the_way_once_they_are_in_host_memory(job: Job, devices: Devices) -> None:
+def test_all_pieces_are_on_the_way_once_they_are_in_host_memory(job, devices):
     del devices
     clients = job(2)
     tensors = [torch.ones(PIECE * 10) for _ in clients]
@@ -33,7 +26,7 @@ def test_all_pieces_are_on_the_way_once_they_are_in_host_memory(job: Job, device
     assert all((tensor == 2).all() for tensor in tensors)
 
 
-def test_blocks_are_used_again_when_the_result_is_back(job: Job, devices: Devices) -> None:
+def test_blocks_are_used_again_when_the_result_is_back(job, devices):
     (client,) = job(1)
     for _ in range(5):
         reduce_all([client], [torch.ones(3000)])
@@ -54,7 +47,7 @@ def test_blocks_are_used_again_when_the_result_is_back(job: Job, devices: Device
     assert other.sum() == 6000
 
 
-def test_blocks_that_nobody_asks_for_are_given_up() -> None:
+def test_blocks_that_nobody_asks_for_are_given_up():
     blocks = BufferPool(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8), turns=BLOCK_TURNS)
     large, small = blocks.take(1000), blocks.take(10)
     assert (blocks.used_bytes, blocks.idle_bytes) == (1010, 0)
@@ -71,10 +64,8 @@ def test_blocks_that_nobody_asks_for_are_given_up() -> None:
     assert (blocks.used_bytes, blocks.idle_bytes) == (0, 10)
 
 
-def test_no_page_locked_memory_is_left(
-    job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: SlowDevice, nbytes: int) -> torch.Tensor:
+def test_no_page_locked_memory_is_left(job, devices, monkeypatch):
+    def full(self, nbytes):
         raise DeviceError("out of memory", device="slow:0")
 
     (client,) = job(1)
@@ -87,7 +78,7 @@ def test_no_page_locked_memory_is_left(
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 64, PIECE - 1, PIECE, PIECE + 1, 10 * PIECE + 8])
-def test_pieces_cover_the_whole(devices: Devices, nbytes: int) -> None:
+def test_pieces_cover_the_whole(devices, nbytes):
     pieces = split_call.cut(nbytes, rounded=False)
     assert len(pieces) == max(1, -(-nbytes // PIECE))
     assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
@@ -96,7 +87,7 @@ def test_pieces_cover_the_whole(devices: Devices, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [PIECE + 4, 10 * PIECE + 8, 1000 * PIECE])
-def test_pieces_that_are_rounded_are_whole_blocks(devices: Devices, nbytes: int) -> None:
+def test_pieces_that_are_rounded_are_whole_blocks(devices, nbytes):
     pieces = split_call.cut(nbytes, rounded=True)
     assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
     assert pieces[-1][1] == nbytes

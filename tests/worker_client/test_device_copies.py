@@ -1,11 +1,8 @@
 """Tensors on a device, over real reducers; the device is the tests' own (slow_device.py)."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from tests.worker_client.slow_device import (
     DTYPES,
     PIECE,
     VIEWS,
-    Devices,
     Gate,
     reduce_all,
     reduce_views,
@@ -28,20 +24,13 @@ from tests.worker_client.waits import at_all
 from worker_client.communicators import casting
 from worker_client.ddp import ReductionState
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.worker_client.waits import Job
-    from worker_client.client.client import Client
-
-
 # -- results ------------------------------------------------------------------------------------
 
 SIZES = [0, 1, 1024, 1025, 2048, 10_001]
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_sizes(job: Job, devices: Devices, count: int) -> None:
+def test_sizes(job, devices, count):
     ones = [torch.randn(count) for _ in range(2)]
     expected = ones[0] + ones[1]
     clients = job(2)
@@ -51,7 +40,7 @@ def test_sizes(job: Job, devices: Devices, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(job: Job, devices: Devices, dtype: torch.dtype) -> None:
+def test_dtypes(job, devices, dtype):
     ones = [torch.randint(0, 50, (3000,)).to(dtype) for _ in range(2)]
     expected = ones[0] + ones[1]
     reduce_all(job(2), ones, op="sum")
@@ -59,20 +48,18 @@ def test_dtypes(job: Job, devices: Devices, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_and_nothing_beside_them(
-    job: Job, devices: Devices, view: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_views_and_nothing_beside_them(job, devices, view):
     reduce_views(job(2), [torch.randn(80, 100) for _ in range(2)], view)
 
 
-def test_a_parameter_stays_a_leaf(job: Job, devices: Devices) -> None:
+def test_a_parameter_stays_a_leaf(job, devices):
     leaf = torch.nn.Parameter(torch.ones(40, 50))
     reduce_all(job(1), [leaf], op="sum")
     assert leaf.is_leaf
     assert leaf.grad_fn is None
 
 
-def test_what_is_refused(job: Job, devices: Devices) -> None:
+def test_what_is_refused(job, devices):
     (client,) = job(1)
     for refused, why in [
         (torch.eye(3).to_sparse(), "sparse"),
@@ -86,7 +73,7 @@ def test_what_is_refused(job: Job, devices: Devices) -> None:
     reduce_all([client], [torch.ones(3)])  # the next one is in order
 
 
-def test_ranks_that_go_on_without_others_may_have_devices(job: Job, devices: Devices) -> None:
+def test_ranks_that_go_on_without_others_may_have_devices(job, devices):
     clients = job(3, on_rank_lost="continue")
     ones = [torch.full((5000,), float(rank)) for rank in range(3)]
     reduce_all(clients, ones, op="sum")
@@ -96,7 +83,7 @@ def test_ranks_that_go_on_without_others_may_have_devices(job: Job, devices: Dev
     assert all(torch.equal(one, torch.full((5000,), 1.0)) for one in ones)
 
 
-def test_a_name_is_matched_in_any_order(job: Job, devices: Devices) -> None:
+def test_a_name_is_matched_in_any_order(job, devices):
     clients = job(2)
     ones = [torch.full((5000,), float(rank)) for rank in range(2)]
     others = [torch.ones(10), torch.ones(10)]
@@ -108,7 +95,7 @@ def test_a_name_is_matched_in_any_order(job: Job, devices: Devices) -> None:
     assert all(torch.equal(one, torch.full((5000,), 1.0)) for one in ones)
 
 
-def test_the_hooks_future(job: Job, devices: Devices) -> None:
+def test_the_hooks_future(job, devices):
     ones = [torch.full((5000,), float(rank)) for rank in range(2)]
     states = [ReductionState(client) for client in job(2)]
     futures = [state.reduce(Bucket(one)) for state, one in zip(states, ones, strict=True)]
@@ -124,8 +111,8 @@ ROUNDED = 10_001  # values: several pieces, whole blocks but for the last
 @pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("large_bytes", [casting.LARGE_BYTES, 1], ids=["", "cut no further"])
 def test_what_is_rounded_has_the_bits_that_it_would_have_in_host_memory(
-    job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch, wire: str, large_bytes: int
-) -> None:
+    job, devices, monkeypatch, wire, large_bytes
+):
     monkeypatch.setattr(casting, "LARGE_BYTES", large_bytes)
     ones = [torch.randn(ROUNDED) for _ in range(2)]
     kept = [np.zeros(ROUNDED, np.float32) for _ in range(2)]
@@ -145,9 +132,7 @@ def test_what_is_rounded_has_the_bits_that_it_would_have_in_host_memory(
     assert [client.bytes_reduced for client in clients] == [4 * ROUNDED] * 2
 
 
-def test_a_call_has_as_many_pieces_whether_they_are_rounded_or_not(
-    job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_has_as_many_pieces_whether_they_are_rounded_or_not(job, devices, monkeypatch):
     monkeypatch.setattr(casting, "LARGE_BYTES", 1)
     ones = [torch.full((300 * PIECE // 4,), 1.0 + rank) for rank in range(2)]
     clients = job(2, wire_dtype="bf16")
@@ -156,7 +141,7 @@ def test_a_call_has_as_many_pieces_whether_they_are_rounded_or_not(
     assert all(torch.equal(one, torch.full_like(one, 3.0)) for one in ones)
 
 
-def test_what_stays_exact(job: Job, devices: Devices) -> None:
+def test_what_stays_exact(job, devices):
     clients = job(2, wire_dtype="int8")
     small, large = torch.randn(4095), torch.randn(4096)
     for given, options in [(small, {}), (large, {"exact": True})]:
@@ -165,7 +150,7 @@ def test_what_stays_exact(job: Job, devices: Devices) -> None:
         assert all(torch.equal(one, given + given) for one in ones)
 
 
-def test_residuals_that_are_refused(job: Job, devices: Devices) -> None:
+def test_residuals_that_are_refused(job, devices):
     (client,) = job(1, wire_dtype="int8")
     one, kept = torch.ones(5000), np.zeros(5000, np.float32)
     for residual, options, why in [
@@ -181,9 +166,7 @@ def test_residuals_that_are_refused(job: Job, devices: Devices) -> None:
 # -- overlap and order --------------------------------------------------------------------------
 
 
-def test_first_pieces_are_reduced_while_the_last_is_still_copied(
-    job: Job, devices: Devices
-) -> None:
+def test_first_pieces_are_reduced_while_the_last_is_still_copied(job, devices):
     gate = devices.before = Gate("to_host", 4)  # both devices make four of five copies
     ones = [torch.ones(5 * 1024) for _ in range(2)]
     clients = job(2)
@@ -198,7 +181,7 @@ def test_first_pieces_are_reduced_while_the_last_is_still_copied(
         assert torch.equal(one, torch.full_like(one, 2.0))
 
 
-def test_copies_follow_what_the_callers_stream_has_to_do(job: Job, devices: Devices) -> None:
+def test_copies_follow_what_the_callers_stream_has_to_do(job, devices):
     (client,) = job(1)
     reduce_all([client], [torch.ones(1)])
     late = torch.zeros(3000)
@@ -207,7 +190,7 @@ def test_copies_follow_what_the_callers_stream_has_to_do(job: Job, devices: Devi
     assert torch.equal(late, torch.full_like(late, 7.0))
 
 
-def test_asking_for_it_does_not_wait(job: Job, devices: Devices) -> None:
+def test_asking_for_it_does_not_wait(job, devices):
     gate = devices.before = Gate("to_host")
     (client,) = job(1)
     works = [client.all_reduce(torch.ones(3000), "sum") for _ in range(20)]
@@ -219,9 +202,7 @@ def test_asking_for_it_does_not_wait(job: Job, devices: Devices) -> None:
         work.wait(20)
 
 
-def test_a_weighted_mean_that_waits_for_its_turn_is_weighted_once(
-    job: Job, devices: Devices
-) -> None:
+def test_a_weighted_mean_that_waits_for_its_turn_is_weighted_once(job, devices):
     gate = devices.before = Gate("to_host")
     clients = job(2)
     arrays = [np.full(3, 1.0), np.full(3, 4.0)]
@@ -235,7 +216,7 @@ def test_a_weighted_mean_that_waits_for_its_turn_is_weighted_once(
     assert all(array.tolist() == [3.0] * 3 for array in arrays)
 
 
-def test_host_memory_waits_for_its_turn(job: Job, devices: Devices) -> None:
+def test_host_memory_waits_for_its_turn(job, devices):
     gate = Gate("to_host")
     first = threading.Lock()
     # One rank's copies are held up, the other's are not.
@@ -254,17 +235,15 @@ def test_host_memory_waits_for_its_turn(job: Job, devices: Devices) -> None:
     assert [array.tolist() for array in arrays] == [[2.0] * 3] * 2
 
 
-def test_many_calls_of_both_kinds_over_devices_of_changing_speed(
-    job: Job, devices: Devices
-) -> None:
+def test_many_calls_of_both_kinds_over_devices_of_changing_speed(job, devices):
     dice = random.Random(7)
     devices.before = lambda _way, _number: time.sleep(dice.choice([0, 0, 0, 0.002]))
     calls = [(dice.choice([1, 900, 1500, 5000]), dice.random() < 0.7) for _ in range(60)]
 
-    def run(client: Client) -> list[Any]:
+    def run(client):
         given = []
         for number, (count, staged) in enumerate(calls):
-            one: Any = torch.arange(count, dtype=torch.float32) + number
+            one = torch.arange(count, dtype=torch.float32) + number
             if not staged:
                 one = one.numpy()
             given.append((client.all_reduce(one, "sum"), one))

@@ -1,10 +1,7 @@
 """Devices that fail, calls that disagree, and clients that end while copies are made."""
 
-from __future__ import annotations
-
 import threading
 import time
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,17 +15,13 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from tests.waits import eventually
-from tests.worker_client.slow_device import Devices, Gate, blocks_of, reduce_all
+from tests.worker_client.slow_device import Gate, blocks_of, reduce_all
 from worker_client.runtime import service_thread
-
-if TYPE_CHECKING:
-    from tests.worker_client.waits import Job
-
 
 # -- errors -------------------------------------------------------------------------------------
 
 
-def test_ranks_that_disagree_on_the_whole_size(job: Job, devices: Devices) -> None:
+def test_ranks_that_disagree_on_the_whole_size(job, devices):
     gates = [Gate("to_host", 2), Gate("to_host", 2)]
     devices.before = gates[0]
     clients = job(2)
@@ -47,7 +40,7 @@ def test_ranks_that_disagree_on_the_whole_size(job: Job, devices: Devices) -> No
     reduce_all(clients, [torch.ones(5000), torch.ones(5000)])  # as many pieces: still in step
 
 
-def test_of_one_piece_the_size_itself_is_compared(job: Job, devices: Devices) -> None:
+def test_of_one_piece_the_size_itself_is_compared(job, devices):
     works = [
         client.all_reduce(torch.ones(count)) for client, count in zip(job(2), (9, 10), strict=True)
     ]
@@ -58,10 +51,10 @@ def test_of_one_piece_the_size_itself_is_compared(job: Job, devices: Devices) ->
         assert {caught.value.expected, caught.value.got} == {36, 40}
 
 
-def test_a_device_that_fails_on_the_way_to_the_host(job: Job, devices: Devices) -> None:
+def test_a_device_that_fails_on_the_way_to_the_host(job, devices):
     fails, gate = threading.Lock(), Gate("to_host")
 
-    def before(way: str, number: int) -> None:
+    def before(way, number):
         gate(way, number)
         if (way, number) == ("to_host", 1) and fails.acquire(False):  # one of the two devices
             raise DeviceError("an illegal memory access", device="slow:0")
@@ -87,8 +80,8 @@ def test_a_device_that_fails_on_the_way_to_the_host(job: Job, devices: Devices) 
             work.wait(20)
 
 
-def test_a_device_that_fails_on_the_way_back(job: Job, devices: Devices) -> None:
-    def before(way: str, number: int) -> None:
+def test_a_device_that_fails_on_the_way_back(job, devices):
+    def before(way, number):
         if way == "to_device" and number == 1:
             devices.before = lambda _way, _number: None
             raise DeviceError("an illegal memory access", device="slow:0")
@@ -100,7 +93,7 @@ def test_a_device_that_fails_on_the_way_back(job: Job, devices: Devices) -> None
     reduce_all([client], [torch.ones(3000)])  # the contribution was made, so the order is kept
 
 
-def test_an_error_of_one_call_is_not_that_of_the_next(job: Job, devices: Devices) -> None:
+def test_an_error_of_one_call_is_not_that_of_the_next(job, devices):
     clients = job(2)
     work = clients[0].all_reduce(torch.ones(5000), timeout=0.2)
     with pytest.raises(ReductionTimeout) as caught:
@@ -115,11 +108,11 @@ def test_an_error_of_one_call_is_not_that_of_the_next(job: Job, devices: Devices
 # -- threads ------------------------------------------------------------------------------------
 
 
-def test_callbacks(job: Job, devices: Devices) -> None:
+def test_callbacks(job, devices):
     clients = job(2)
-    seen: list[Any] = []
+    seen = []
 
-    def called(future: Any) -> None:
+    def called(future):
         seen.append(devices.opened[0].is_returning)
         try:
             late.wait(1)
@@ -141,7 +134,7 @@ def test_callbacks(job: Job, devices: Devices) -> None:
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_shut_down_in_a_callback(job: Job, devices: Devices, kind: str) -> None:
+def test_shut_down_in_a_callback(job, devices, kind):
     (client,) = job(1)
     reduce_all([client], [torch.ones(1)])
     gate = devices.before = Gate("to_device", 1)
@@ -159,10 +152,10 @@ def test_shut_down_in_a_callback(job: Job, devices: Devices, kind: str) -> None:
     eventually(lambda: not any(thread.is_alive() for thread in client._staging._threads))
 
 
-def test_shut_down_in_a_callback_while_others_wait_for_ranks(job: Job, devices: Devices) -> None:
+def test_shut_down_in_a_callback_while_others_wait_for_ranks(job, devices):
     clients = job(2)
 
-    def leave(_: Any) -> None:
+    def leave(_):
         eventually(lambda: clients[0]._staging.in_order)
         clients[0].shutdown()
         eventually(lambda: not clients[0]._staging._threads[0].is_alive())
@@ -179,7 +172,7 @@ def test_shut_down_in_a_callback_while_others_wait_for_ranks(job: Job, devices: 
 
 
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
-def test_shut_down_while_copies_are_on_their_way(job: Job, devices: Devices, way: str) -> None:
+def test_shut_down_while_copies_are_on_their_way(job, devices, way):
     gate = devices.before = Gate(way, 1)
     (client,) = job(1)
     work = client.all_reduce(torch.ones(3000))
@@ -200,9 +193,7 @@ def test_shut_down_while_copies_are_on_their_way(job: Job, devices: Devices, way
         client.all_reduce(torch.ones(3))
 
 
-def test_a_device_that_hangs_is_not_waited_for(
-    job: Job, devices: Devices, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_that_hangs_is_not_waited_for(job, devices, monkeypatch, caplog):
     monkeypatch.setattr(service_thread, "STOP_S", 0.1)
     gate = devices.before = Gate("to_host")
     (client,) = job(1)
@@ -215,7 +206,7 @@ def test_a_device_that_hangs_is_not_waited_for(
         work.wait(20)
 
 
-def test_without_devices_there_are_no_threads(job: Job) -> None:
+def test_without_devices_there_are_no_threads(job):
     (client,) = job(1)
     client.all_reduce(torch.ones(3)).wait(20)
     assert not any(thread.is_alive() for thread in client._staging._threads)

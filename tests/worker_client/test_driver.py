@@ -1,7 +1,5 @@
 """Who leads: the driver's own thread, or one that waits for one all-reduce after another."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -9,7 +7,6 @@ import threading
 import time
 import weakref
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,15 +16,10 @@ from tests.waits import eventually, within_s
 from tests.worker_client.waits import at_all, break_here, half_a_job, one_after_another
 from worker_client.runtime import driver
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
-    from worker_client.client.client import Client
-
-
-def enders(ours: Client, theirs: Client) -> list[int]:
+def enders(ours, theirs):
     """Return the threads by which our calls were ended of which each was waited for."""
-    found: list[int] = []
+    found = []
     for _ in range(40):
         work = ours.all_reduce(np.ones(4), op="sum")
         work.future().add_done_callback(lambda _: found.append(threading.get_ident()))
@@ -36,26 +28,24 @@ def enders(ours: Client, theirs: Client) -> list[int]:
     return found
 
 
-def test_who_waits_again_and_again_leads(make: Callable[..., Client]) -> None:
+def test_who_waits_again_and_again_leads(make):
     ours, theirs = half_a_job(make)
     [(found, me)] = at_all([ours], lambda ours: (enders(ours, theirs), threading.get_ident()))
     assert found.count(me) >= 20
 
 
-def test_in_the_main_thread_no_callback_is_interrupted(make: Callable[..., Client]) -> None:
+def test_in_the_main_thread_no_callback_is_interrupted(make):
     ours, theirs = half_a_job(make)
     assert set(enders(ours, theirs)) == {ours._ordered.flat._thread.ident}
 
 
-def test_the_plain_transport_stays_with_its_thread(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plain_transport_stays_with_its_thread(make, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     ours, theirs = half_a_job(make)
     assert set(enders(ours, theirs)) == {ours._ordered.flat._thread.ident}
 
 
-def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
+def test_all_reduces_go_on_while_nobody_waits(client):
     for _ in range(20):
         one_after_another(client, 3)
         ended = threading.Event()
@@ -66,7 +56,7 @@ def test_all_reduces_go_on_while_nobody_waits(client: Client) -> None:
         assert client._ordered.flat._leader in {0, client._ordered.flat._thread.ident}
 
 
-def test_calls_that_nobody_waits_for_are_not_left_alone(client: Client) -> None:
+def test_calls_that_nobody_waits_for_are_not_left_alone(client):
     one_after_another(client)
     start = time.monotonic()
     for _ in range(50):
@@ -77,7 +67,7 @@ def test_calls_that_nobody_waits_for_are_not_left_alone(client: Client) -> None:
     within_s(5.0, start)  # it does not take until the driver looks at its clock
 
 
-def test_threads_that_wait_side_by_side(client: Client) -> None:
+def test_threads_that_wait_side_by_side(client):
     threads = [threading.Thread(target=one_after_another, args=(client, 100)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -89,7 +79,7 @@ def test_threads_that_wait_side_by_side(client: Client) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_leader_serves_the_others(make: Callable[..., Client]) -> None:
+def test_a_leader_serves_the_others(make):
     ours, theirs = half_a_job(make)
     long = ours.all_reduce(np.ones(8), op="sum")
     waiter = threading.Thread(target=long.wait, args=(20,))
@@ -104,9 +94,7 @@ def test_a_leader_serves_the_others(make: Callable[..., Client]) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_wait_has_left_is_not_left_alone(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_wait_has_left_is_not_left_alone(make, monkeypatch):
     ours, theirs = half_a_job(make)
     monkeypatch.setattr(driver, "REST_S", 30.0)  # the driver's own thread rests until it is called
     for calls in (1, 2):
@@ -117,18 +105,18 @@ def test_what_a_wait_has_left_is_not_left_alone(
     eventually(works[1].done)
 
 
-def own_leads(flat: Any, patch: pytest.MonkeyPatch) -> list[int]:
+def own_leads(flat, patch):
     """Return a list that grows when the driver's own thread asks for the lead, or takes it."""
     lead, found = flat._lead, []
 
     class Lead:
         acquire, release = lead.acquire, lead.release
 
-        def __enter__(self) -> None:
+        def __enter__(self):
             found.append(threading.get_ident())
             lead.acquire()
 
-        def __exit__(self, *_: object) -> None:
+        def __exit__(self, *_):
             lead.release()
 
     patch.setattr(flat, "_lead", Lead())
@@ -136,9 +124,7 @@ def own_leads(flat: Any, patch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("eager")
-def test_the_drivers_own_thread_rests_while_another_leads(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_own_thread_rests_while_another_leads(make, monkeypatch):
     ours, theirs = half_a_job(make)
     flat = ours._ordered.flat
     leads = own_leads(flat, monkeypatch)
@@ -154,9 +140,7 @@ def test_the_drivers_own_thread_rests_while_another_leads(
 
 
 @pytest.mark.usefixtures("eager")
-def test_the_drivers_own_thread_looks_soon_after_a_long_wait(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_own_thread_looks_soon_after_a_long_wait(make, monkeypatch):
     ours, theirs = half_a_job(make)
     transport, resumed = ours._ordered.flat._transport, []
     monkeypatch.setattr(transport, "resume", lambda *, at_once=True: resumed.append(at_once))
@@ -169,18 +153,16 @@ def test_the_drivers_own_thread_looks_soon_after_a_long_wait(
 
 
 @pytest.mark.usefixtures("eager")
-def test_the_drivers_own_thread_leads_after_an_interrupted_wait(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_drivers_own_thread_leads_after_an_interrupted_wait(make, monkeypatch):
     ours, theirs = half_a_job(make)
     transport, resumed = ours._ordered.flat._transport, []
     resume = transport.resume
 
-    def note(*, at_once: bool = True) -> None:
+    def note(*, at_once=True):
         resumed.append(at_once)
         resume(at_once=at_once)
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_):
         raise InterruptedError
 
     work = ours.all_reduce(np.ones(8), op="sum")
@@ -198,9 +180,7 @@ def test_the_drivers_own_thread_leads_after_an_interrupted_wait(
 
 
 @pytest.mark.usefixtures("eager")
-def test_looking_soon_is_not_leading_at_once(
-    make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_looking_soon_is_not_leading_at_once(make, monkeypatch):
     monkeypatch.setattr(driver, "REST_S", 30.0)
     client = make()
     one_after_another(client)  # its own thread has rested since the first of them
@@ -215,7 +195,7 @@ def test_looking_soon_is_not_leading_at_once(
 
 
 @pytest.mark.usefixtures("eager")
-def test_shutting_down_ends_a_wait_that_leads(make: Callable[..., Client]) -> None:
+def test_shutting_down_ends_a_wait_that_leads(make):
     ours, _ = half_a_job(make)
     timer = threading.Timer(0.1, ours.shutdown)
     timer.start()
@@ -226,11 +206,11 @@ def test_shutting_down_ends_a_wait_that_leads(make: Callable[..., Client]) -> No
     timer.join()
 
 
-def test_a_callback_may_call_and_shut_down(client: Client) -> None:
+def test_a_callback_may_call_and_shut_down(client):
     one_after_another(client)
-    second: list = []
+    second = []
 
-    def first_done(_: object) -> None:
+    def first_done(_):
         second.append(client.all_reduce(np.ones(4), op="sum"))
         second[0].future().add_done_callback(lambda _: client.shutdown())
 
@@ -242,7 +222,7 @@ def test_a_callback_may_call_and_shut_down(client: Client) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_wait_that_leads_keeps_its_own_timeout(make: Callable[..., Client]) -> None:
+def test_a_wait_that_leads_keeps_its_own_timeout(make):
     ours, theirs = half_a_job(make)
     work = ours.all_reduce(np.ones(8), op="sum")
     start = time.monotonic()
@@ -253,7 +233,7 @@ def test_a_wait_that_leads_keeps_its_own_timeout(make: Callable[..., Client]) ->
     assert (work.wait(10) == 2).all()
 
 
-def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_does_not_lead(client, monkeypatch):
     monkeypatch.setattr(driver, "REST_S", 10.0)  # so that the lead is there for the taking
     one_after_another(client)
     work = client.all_reduce(np.ones(8), op="sum")
@@ -270,11 +250,11 @@ def test_a_forked_child_does_not_lead(client: Client, monkeypatch: pytest.Monkey
     assert (work.wait(10) == 1).all()
 
 
-def test_waiting_where_nobody_could_end_it_is_refused(client: Client) -> None:
+def test_waiting_where_nobody_could_end_it_is_refused(client):
     one_after_another(client)
-    refused: list[str] = []
+    refused = []
 
-    def wait_for_another(_: object) -> None:
+    def wait_for_another(_):
         with pytest.raises(LocalProtocolError, match="for ever") as caught:
             client.all_reduce(np.ones(4), op="sum").wait(10)
         refused.append(str(caught.value))
@@ -285,10 +265,8 @@ def test_waiting_where_nobody_could_end_it_is_refused(client: Client) -> None:
     eventually(lambda: refused)
 
 
-def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def break_a_step(client: Client) -> None:
+def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, monkeypatch):
+    def break_a_step(client):
         break_here(monkeypatch, client._ordered.flat.session, "tick", BlockingIOError)
         with pytest.raises(BlockingIOError):
             one_after_another(client, 1_000_000)
@@ -301,9 +279,7 @@ def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(
     assert not client._ordered.busy
 
 
-def test_a_call_whose_client_ends_meanwhile_ends_too(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_whose_client_ends_meanwhile_ends_too(client, monkeypatch):
     one_after_another(client)
     driver = client._ordered.flat
     lead = driver._lead
@@ -311,20 +287,20 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
     class Late:
         """The lead, which this thread gets when another one has shut the client down."""
 
-        def acquire(self, **how: Any) -> bool:
+        def acquire(self, **how):
             driver._lead = lead
             other = threading.Thread(target=client.shutdown)
             other.start()
             other.join(10)
             return lead.acquire(**how)
 
-        def release(self) -> None:
+        def release(self):
             lead.release()
 
     monkeypatch.setattr(driver, "_lead", Late())
-    ended: list[bool] = []  # whether the driver's thread had, when a call was begun
+    ended = []  # whether the driver's thread had, when a call was begun
 
-    def submit(*_call: object) -> list:
+    def submit(*_call):
         ended.append(not client._ordered.flat._thread.is_alive())
         return []
 
@@ -334,7 +310,7 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(
     assert not any(ended), "nothing is begun when the sockets are closed"
 
 
-def test_the_memory_of_a_call_is_freed_when_its_caller_lets_go(client: Client) -> None:
+def test_the_memory_of_a_call_is_freed_when_its_caller_lets_go(client):
     one_after_another(client)
     gc.disable()  # nothing refers to itself that would have to be found
     try:

@@ -1,12 +1,9 @@
 """Signals while a caller leads: exceptions at any instant, and handlers that shut it down."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,14 +13,9 @@ from tests.ranks import environments, ranks
 from tests.waits import within_s
 from tests.worker_client.waits import half_a_job, one_after_another
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from worker_client.client.client import Client
-
 
 @pytest.mark.usefixtures("eager")
-def test_an_interrupt_while_waiting_loses_nothing(make: Callable[..., Client]) -> None:
+def test_an_interrupt_while_waiting_loses_nothing(make):
     ours, theirs = half_a_job(make)
     main = threading.get_ident()
     for _ in range(5):
@@ -104,7 +96,7 @@ write_result({"calls": number, "interrupted": interrupted, "errors": errors})
 """
 
 
-def test_after_interrupts_at_any_instant_the_next_call_matches(pool: list[str]) -> None:
+def test_after_interrupts_at_any_instant_the_next_call_matches(pool):
     given = environments(2, pool, REDUCTION_IMPL="compiled", REDUCTION_JOB="interrupted")
     with ranks(given, "-c", INTERRUPTED, "1000") as job:
         ours, theirs = job.results()
@@ -114,7 +106,7 @@ def test_after_interrupts_at_any_instant_the_next_call_matches(pool: list[str]) 
     assert all("Alarm" in error for error in theirs["errors"])
 
 
-def test_a_signal_handler_may_shut_down_at_any_instant(make: Callable[..., Client]) -> None:
+def test_a_signal_handler_may_shut_down_at_any_instant(make):
     previous = signal.getsignal(signal.SIGALRM)
     try:
         for _ in range(30):
@@ -132,10 +124,10 @@ def test_a_signal_handler_may_shut_down_at_any_instant(make: Callable[..., Clien
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_signal_is_handled_at_once_while_its_thread_leads(make: Callable[..., Client]) -> None:
+def test_a_signal_is_handled_at_once_while_its_thread_leads(make):
     ours, _ = half_a_job(make)
     previous = signal.getsignal(signal.SIGALRM)
-    late: list[float] = []
+    late = []
     try:
         for _ in range(6):
             due = time.monotonic() + 0.03

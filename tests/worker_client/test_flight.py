@@ -1,9 +1,6 @@
 """What a worker has in flight: the rules one by one."""
 
-from __future__ import annotations
-
 import ctypes
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,21 +21,18 @@ from tests.worker_client.flights import (
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 
-if TYPE_CHECKING:
-    from worker_client.protocol.flight import Flight
-
 MIB = 1 << 20
 
 
 @pytest.fixture
-def flight(impl: str) -> Flight:
+def flight(impl):
     return opened(impl)
 
 
 # -- sending ------------------------------------------------------------------------------------
 
 
-def test_a_contribution_says_everything(flight: Flight) -> None:
+def test_a_contribution_says_everything(flight):
     mine = operation(bytes(range(200)))
     mine.since, mine.history = (1 << 32) - 1, (1 << 64) - 1
     assert submit(flight, mine, [LinkShard(1, 0, 200)], 128, 0) == 0
@@ -61,7 +55,7 @@ def test_a_contribution_says_everything(flight: Flight) -> None:
     assert bytes(first.payload) + bytes(second.payload) == bytes(range(200))
 
 
-def test_an_empty_buffer_is_one_empty_chunk(flight: Flight) -> None:
+def test_an_empty_buffer_is_one_empty_chunk(flight):
     submit(flight, operation(0), [LinkShard(1, 0, 0)], 64, 0)
     (send,) = flight.refill(1.0)
     assert (send.link, bytes(send.payload)) == (1, b"")
@@ -69,7 +63,7 @@ def test_an_empty_buffer_is_one_empty_chunk(flight: Flight) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 7])
-def test_every_link_gets_a_chunk_before_any_gets_another(impl: str, rank: int) -> None:
+def test_every_link_gets_a_chunk_before_any_gets_another(impl, rank):
     flight = opened(impl, links=3, rank=rank)
     parts = [LinkShard(link, 192 * link, 192 * link + 192) for link in range(3)]
     submit(flight, operation(64 * 9), parts, 64, 0)
@@ -77,7 +71,7 @@ def test_every_link_gets_a_chunk_before_any_gets_another(impl: str, rank: int) -
     assert links == [(rank + step) % 3 for step in range(3)] * 3
 
 
-def test_a_link_may_have_several_parts(flight: Flight) -> None:
+def test_a_link_may_have_several_parts(flight):
     parts = [LinkShard(0, 0, 128), LinkShard(1, 128, 192), LinkShard(0, 192, 512)]
     submit(flight, operation(512), parts, 256, 0)
     sends = flight.refill(1.0)
@@ -86,7 +80,7 @@ def test_a_link_may_have_several_parts(flight: Flight) -> None:
     assert [answer(flight, send) for send in sends] == [[], [], [], [0]]
 
 
-def test_a_window_counts_bytes_and_lets_one_through(flight: Flight) -> None:
+def test_a_window_counts_bytes_and_lets_one_through(flight):
     flight.set_window(0, 2100)
     submit(flight, operation(9000), [LinkShard(0, 0, 9000)], 3000, 0)
     (first,) = flight.refill(1.0)  # larger than the window, but alone
@@ -97,7 +91,7 @@ def test_a_window_counts_bytes_and_lets_one_through(flight: Flight) -> None:
     assert flight.stats(0).window == flight.stats(0).in_flight == 6000
 
 
-def test_the_smallest_contributions_take_something_of_a_window(flight: Flight) -> None:
+def test_the_smallest_contributions_take_something_of_a_window(flight):
     for _ in range(6):
         submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
     sends = flight.refill(1.0)
@@ -107,7 +101,7 @@ def test_the_smallest_contributions_take_something_of_a_window(flight: Flight) -
     assert where(flight.refill(1.0)) == [(0, 4, 0)]
 
 
-def test_nothing_is_sent_over_a_link_that_is_shut(impl: str) -> None:
+def test_nothing_is_sent_over_a_link_that_is_shut(impl):
     flight = make(impl)
     submit(flight, operation(128), [LinkShard(0, 0, 64), LinkShard(1, 64, 128)], 64, 0)
     assert flight.refill(1.0) == []
@@ -118,7 +112,7 @@ def test_nothing_is_sent_over_a_link_that_is_shut(impl: str) -> None:
     assert flight.refill(1.0) == []
 
 
-def test_the_watermark_is_the_first_unfinished(flight: Flight) -> None:
+def test_the_watermark_is_the_first_unfinished(flight):
     for _ in range(200):
         submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
     flight.set_window(0, 1 << 20)
@@ -137,7 +131,7 @@ def test_the_watermark_is_the_first_unfinished(flight: Flight) -> None:
     assert header_of(next_one).watermark == 201
 
 
-def test_numbers_may_be_left_out(flight: Flight) -> None:
+def test_numbers_may_be_left_out(flight):
     for left_out in (1, 126, 5000, 0, 100_000):
         submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0, left_out=left_out)
     flight.set_window(0, 1 << 20)
@@ -163,7 +157,7 @@ def test_numbers_may_be_left_out(flight: Flight) -> None:
 # -- results ------------------------------------------------------------------------------------
 
 
-def test_a_result_replaces_its_chunk(flight: Flight) -> None:
+def test_a_result_replaces_its_chunk(flight):
     mine = operation(bytes(range(192)))
     submit(flight, mine, [LinkShard(0, 0, 64), LinkShard(1, 64, 192)], 64, 0)
     sends = flight.refill(1.0)
@@ -175,7 +169,7 @@ def test_a_result_replaces_its_chunk(flight: Flight) -> None:
     assert answer(flight, sends[1]) is None  # it is over
 
 
-def test_when_it_was_sent_and_answered_is_known_at_its_end(flight: Flight) -> None:
+def test_when_it_was_sent_and_answered_is_known_at_its_end(flight):
     mine = operation(bytes(3 * WINDOW))
     submit(flight, mine, [LinkShard(0, 0, 3 * WINDOW)], WINDOW // 2, 0)
     first, *_ = sends = flight.refill(1.0)
@@ -189,7 +183,7 @@ def test_when_it_was_sent_and_answered_is_known_at_its_end(flight: Flight) -> No
 
 
 @pytest.mark.parametrize("begins", [0, 1, 8])
-def test_results_of_a_long_buffer(impl: str, begins: int) -> None:
+def test_results_of_a_long_buffer(impl, begins):
     """They go past the caches, where the buffer is aligned."""
     nbytes = 16 * MIB + 21
     memory = bytearray(nbytes + 64)
@@ -239,7 +233,7 @@ def test_results_of_a_long_buffer(impl: str, begins: int) -> None:
     ],
     ids=lambda change: "-".join(f"{field}={value!r:.12}" for field, value in change.items()),
 )
-def test_what_is_no_healthy_result_changes_nothing(flight: Flight, change: dict) -> None:
+def test_what_is_no_healthy_result_changes_nothing(flight, change):
     mine = operation(bytes(range(256)))
     submit(flight, mine, [LinkShard(0, 0, 256)], 64, 0)
     sends = flight.refill(1.0)
@@ -250,7 +244,7 @@ def test_what_is_no_healthy_result_changes_nothing(flight: Flight, change: dict)
     assert [answer(flight, send) for send in sends] == [[], [], [], [0]]
 
 
-def test_a_ping_is_taken_if_it_names_nobody_as_the_one_before(flight: Flight) -> None:
+def test_a_ping_is_taken_if_it_names_nobody_as_the_one_before(flight):
     ping = Header(MessageType.PING, watermark=1).pack()
     submit(flight, operation(bytes(64)), [LinkShard(0, 0, 64)], 64, 0)
     flight.end(0)
@@ -267,7 +261,7 @@ def test_a_ping_is_taken_if_it_names_nobody_as_the_one_before(flight: Flight) ->
     assert flight.take(0, ping, b"", 1.0) is None, "it is another connection's first"
 
 
-def test_a_chunk_that_is_too_large_is_not_taken(flight: Flight) -> None:
+def test_a_chunk_that_is_too_large_is_not_taken(flight):
     for size in (MAX_CHUNK_BYTES + 64, MAX_CHUNK_BYTES):
         submit(flight, operation(size), [LinkShard(0, 0, size)], size, 0)
     flight.set_window(0, 1 << 30)
@@ -277,7 +271,7 @@ def test_a_chunk_that_is_too_large_is_not_taken(flight: Flight) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 95, 97])
-def test_what_is_no_header_changes_nothing(flight: Flight, size: int) -> None:
+def test_what_is_no_header_changes_nothing(flight, size):
     submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     frame, payload = result(send)
@@ -287,14 +281,14 @@ def test_what_is_no_header_changes_nothing(flight: Flight, size: int) -> None:
     assert flight.take(0, frame, payload, 2.0) == [0]
 
 
-def test_a_result_counts_on_its_own_link_alone(flight: Flight) -> None:
+def test_a_result_counts_on_its_own_link_alone(flight):
     submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     assert flight.take(1, *result(send), 2.0) is None
     assert answer(flight, send) == [0]
 
 
-def test_a_result_of_what_was_not_sent_is_none(flight: Flight) -> None:
+def test_a_result_of_what_was_not_sent_is_none(flight):
     submit(flight, operation(64 * 8), [LinkShard(0, 0, 64 * 8)], 64, 0)
     sends = flight.refill(1.0)
     assert answer(flight, sends[3], offset=64 * 4) is None
@@ -305,7 +299,7 @@ def test_a_result_of_what_was_not_sent_is_none(flight: Flight) -> None:
     assert not flight.expects(0, 1, 0)
 
 
-def test_links_are_measured(flight: Flight) -> None:
+def test_links_are_measured(flight):
     submit(flight, operation(64 * 3), [LinkShard(0, 0, 64 * 3)], 64, 0)
     assert flight.stats(0)[1:] == (0, 0, 0, 0, 0.0, 0.0)
     for send, now in zip(flight.refill(1.0), (1.5, 1.25, 2.0), strict=True):
@@ -325,7 +319,7 @@ def test_links_are_measured(flight: Flight) -> None:
 # -- what fails ---------------------------------------------------------------------------------
 
 
-def test_what_has_ended_is_neither_sent_nor_expected(flight: Flight) -> None:
+def test_what_has_ended_is_neither_sent_nor_expected(flight):
     first, second = operation(64 * 6), operation(64)
     submit(flight, first, [LinkShard(0, 0, 64 * 6)], 64, 0)
     submit(flight, second, [LinkShard(0, 0, 64)], 64, 0)
@@ -339,7 +333,7 @@ def test_what_has_ended_is_neither_sent_nor_expected(flight: Flight) -> None:
     assert where(flight.refill(1.0)) == [(0, 1, 0)]
 
 
-def test_forgetting_concerns_one_link(flight: Flight) -> None:
+def test_forgetting_concerns_one_link(flight):
     parts = [LinkShard(0, 0, 64 * 6), LinkShard(1, 64 * 6, 64 * 12)]
     submit(flight, operation(64 * 12), parts, 64, 0)
     sends = flight.refill(1.0)
@@ -353,7 +347,7 @@ def test_forgetting_concerns_one_link(flight: Flight) -> None:
     flight.forget(1, 5)  # nobody knows that one
 
 
-def test_what_needs_a_link(flight: Flight) -> None:
+def test_what_needs_a_link(flight):
     waiting, queued, done, elsewhere = (operation(64) for _ in range(4))
     for mine, link in ((done, 0), (waiting, 0), (elsewhere, 1)):
         submit(flight, mine, [LinkShard(link, 0, 64)], 64, 0)
@@ -373,7 +367,7 @@ def test_what_needs_a_link(flight: Flight) -> None:
     assert flight.waits_for(1, 2)
 
 
-def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight: Flight) -> None:
+def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight):
     buffers = [bytearray(64), bytearray(64)]
     for sequence, buffer in enumerate(buffers):
         mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)

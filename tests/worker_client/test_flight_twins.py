@@ -1,9 +1,7 @@
 """What a worker has in flight: the implementations side by side, in any order of events."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -14,13 +12,8 @@ from reducer.wire.constants import PLACES, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.driven import operation
 from tests.worker_client.flights import WINDOW, header_of, make, result, submit
-from worker_client.protocol.flight import LinkShard
-
-if TYPE_CHECKING:
-    import random
-
-    from worker_client.protocol.flight import Send
-    from worker_client.protocol.operation import Operation
+from worker_client.protocol.flight import LinkShard, Send
+from worker_client.protocol.operation import Operation
 
 
 @dataclass
@@ -32,7 +25,7 @@ class Twin:
     sends: list[Send] = field(default_factory=list)
 
 
-def kept(twin: Twin, sequence: int, offset: int) -> tuple[Header, bytes] | None:
+def kept(twin, sequence, offset):
     found = twin.flight.kept(sequence, offset)
     return found and (Header.unpack(found[0]), bytes(found[1]))
 
@@ -46,21 +39,21 @@ class Twins(RuleBasedStateMachine):
         window=st.sampled_from([1, WINDOW]),
         keep=st.booleans(),
     )
-    def begin(self, links: int, rank: int, window: int, keep: bool) -> None:
+    def begin(self, links, rank, window, keep):
         self.links = links
         self.now = 0.0
-        self.active: set[int] = set()
+        self.active = set()
         names = ("plain", "compiled")
         self.twins = [Twin(make(name, links, window, keep, rank=rank)) for name in names]
 
-    def both(self, ask: Any) -> Any:
+    def both(self, ask):
         """Ask both and return the common answer."""
         self.now += 0.001
         plain, compiled = (ask(twin) for twin in self.twins)
         assert plain == compiled
         return plain
 
-    def link(self, choice: random.Random) -> int:
+    def link(self, choice):
         return choice.randrange(self.links)
 
     @rule(
@@ -68,7 +61,7 @@ class Twins(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 6), max_size=5),
         left_out=st.sampled_from([0, 0, 1, PLACES - 1, 100 * PLACES]),
     )
-    def submit(self, choice: random.Random, sizes: list[int], left_out: int) -> None:
+    def submit(self, choice, sizes, left_out):
         cut, end = [], 0
         for size in sizes:
             start, end = end, end + 64 * size
@@ -78,7 +71,7 @@ class Twins(RuleBasedStateMachine):
         data = choice.randbytes(end)
         since, history = choice.getrandbits(32), choice.getrandbits(64)
 
-        def ask(twin: Twin) -> int:
+        def ask(twin):
             twin.buffers.append(operation(data))
             twin.buffers[-1].since, twin.buffers[-1].history = since, history
             return submit(twin.flight, twin.buffers[-1], cut, chunk_bytes, epoch, left_out=left_out)
@@ -88,14 +81,14 @@ class Twins(RuleBasedStateMachine):
     @rule(
         choice=st.randoms(use_true_random=False), window=st.sampled_from([0, 1000, 4096, 1 << 20])
     )
-    def change_a_link(self, choice: random.Random, window: int) -> None:
+    def change_a_link(self, choice, window):
         link = self.link(choice)
         self.both(lambda twin: twin.flight.open(link))
         self.both(lambda twin: twin.flight.set_window(link, window))
 
     @rule()
-    def refill(self) -> None:
-        def ask(twin: Twin) -> list[tuple]:
+    def refill(self):
+        def ask(twin):
             sends = twin.flight.refill(self.now)
             twin.sends += sends
             return [(send.link, header_of(send), bytes(send.payload)) for send in sends]
@@ -104,7 +97,7 @@ class Twins(RuleBasedStateMachine):
 
     @precondition(lambda self: self.twins[0].sends)
     @rule(choice=st.randoms(use_true_random=False), odd=st.integers(0, 9))
-    def answer(self, choice: random.Random, odd: int) -> None:
+    def answer(self, choice, odd):
         at = choice.randrange(len(self.twins[0].sends))
         send = self.twins[0].sends[at]
         link = send.link if odd else self.link(choice)
@@ -121,7 +114,7 @@ class Twins(RuleBasedStateMachine):
 
     @precondition(lambda self: self.active)
     @rule(choice=st.randoms(use_true_random=False), whole=st.booleans())
-    def give_up(self, choice: random.Random, whole: bool) -> None:
+    def give_up(self, choice, whole):
         sequence, link = choice.choice(sorted(self.active)), self.link(choice)
         if whole:
             self.active.remove(sequence)
@@ -130,13 +123,13 @@ class Twins(RuleBasedStateMachine):
             self.both(lambda twin: twin.flight.forget(link, sequence))
 
     @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 3))
-    def lose_a_link(self, choice: random.Random, often: int) -> None:
+    def lose_a_link(self, choice, often):
         link = self.link(choice)
         if often == 0:
             self.both(lambda twin: twin.flight.shut(link))
 
     @rule(choice=st.randoms(use_true_random=False), whole=st.booleans())
-    def move(self, choice: random.Random, whole: bool) -> None:
+    def move(self, choice, whole):
         link = self.link(choice)
         carried = sorted(self.both(lambda twin: sorted(twin.flight.carried(link))))
         if not whole:
@@ -146,20 +139,20 @@ class Twins(RuleBasedStateMachine):
             self.both(lambda twin, at=(chunk.sequence, chunk.offset, to): twin.flight.move(*at))
 
     @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 3))
-    def confirm(self, choice: random.Random, often: int) -> None:
+    def confirm(self, choice, often):
         if often == 0:
             reached = choice.randint(0, self.twins[0].flight.watermark)
             self.both(lambda twin: twin.flight.confirm(reached))
 
     @rule(choice=st.randoms(use_true_random=False), payload=st.sampled_from([b"", b"", b"{}"]))
-    def hear_a_ping(self, choice: random.Random, payload: bytes) -> None:
+    def hear_a_ping(self, choice, payload):
         link, reached = self.link(choice), choice.randint(0, self.twins[0].flight.watermark)
         ping = Header(MessageType.PING, watermark=reached).pack()
         if self.both(lambda twin: twin.flight.take(link, ping, payload, self.now)) is None:
             self.both(lambda twin: twin.flight.set_calm(link, not payload))
 
     @invariant()
-    def they_agree(self) -> None:
+    def they_agree(self):
         if not hasattr(self, "twins"):
             return
         plain, compiled = (twin.flight for twin in self.twins)

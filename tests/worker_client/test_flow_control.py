@@ -1,7 +1,5 @@
 """Windows follow what is measured."""
 
-from __future__ import annotations
-
 import pytest
 
 from worker_client.protocol.flight import LinkStats
@@ -21,29 +19,27 @@ KIB = 1 << 10
 class Path:
     """Links of one rate and round trip, as far as flow control sees them."""
 
-    def __init__(self, links: int, rate: float, rtt_s: float) -> None:
+    def __init__(self, links, rate, rtt_s):
         self.rate, self.rtt_s = rate, rtt_s
         self.windows = [0] * links
         self.received = [0] * links
 
-    def set_window(self, link: int, nbytes: int) -> None:
+    def set_window(self, link, nbytes):
         self.windows[link] = nbytes
 
-    def measure_anew(self, link: int) -> None:
+    def measure_anew(self, link):
         """Nothing: every round trip is as long."""
 
-    def stats(self, link: int) -> LinkStats:
+    def stats(self, link):
         return LinkStats(self.windows[link], 0, 0, self.received[link], 0, 0.0, self.rtt_s)
 
-    def carry(self, seconds: float) -> None:
+    def carry(self, seconds):
         """As much as the window and the rate allow."""
         for link, window in enumerate(self.windows):
             self.received[link] += int(seconds * min(self.rate, window / self.rtt_s))
 
 
-def one_link(
-    rate: float, rtt_s: float, most: int, chunk_bytes: int = 64 * KIB, forced: bool = False
-) -> tuple[Path, FlowControl]:
+def one_link(rate, rtt_s, most, chunk_bytes=64 * KIB, forced=False):
     """One link to a reducer that allows so many bytes."""
     path = Path(1, rate, rtt_s)
     flow = FlowControl(path, chunk_bytes, forced=forced)
@@ -51,7 +47,7 @@ def one_link(
     return path, flow
 
 
-def run(flow: FlowControl, path: Path, rounds: int) -> None:
+def run(flow, path, rounds):
     for now in range(rounds):
         flow.begin(now)
         path.carry(0.5)
@@ -68,11 +64,11 @@ def run(flow: FlowControl, path: Path, rounds: int) -> None:
         (1, 64 * KIB, 4, 128 * KIB),
     ],
 )
-def test_the_most_that_is_asked_for(forced: int, chunk: int, reducers: int, expected: int) -> None:
+def test_the_most_that_is_asked_for(forced, chunk, reducers, expected):
     assert most_per_link(forced, chunk, reducers) == expected
 
 
-def test_a_near_network_needs_little_more_than_two_chunks() -> None:
+def test_a_near_network_needs_little_more_than_two_chunks():
     path = Path(4, rate=12e6, rtt_s=0.001)
     flow = FlowControl(path, 512 * KIB, forced=False)
     for link in range(4):
@@ -87,7 +83,7 @@ def test_a_near_network_needs_little_more_than_two_chunks() -> None:
     assert path.windows == [pytest.approx(BUSY_BYTES + 12e6 * 0.001, rel=0.01)] * 4
 
 
-def test_a_reducer_that_owns_less_gets_a_smaller_window() -> None:
+def test_a_reducer_that_owns_less_gets_a_smaller_window():
     path = Path(3, rate=12e6, rtt_s=0.001)
     flow = FlowControl(path, 64 * KIB, forced=False)
     for link, share in enumerate((1.0, 1 / 2, 0.0)):
@@ -95,7 +91,7 @@ def test_a_reducer_that_owns_less_gets_a_smaller_window() -> None:
     assert path.windows == [BUSY_BYTES, BUSY_BYTES // 4, 0]
 
 
-def test_a_far_network_gets_what_it_holds() -> None:
+def test_a_far_network_gets_what_it_holds():
     # It holds 12 MB.
     path, flow = one_link(rate=1.2e9, rtt_s=0.010, most=MOST_BYTES, chunk_bytes=MIB)
     run(flow, path, 1)
@@ -107,7 +103,7 @@ def test_a_far_network_gets_what_it_holds() -> None:
     assert path.windows[0] == pytest.approx(2 * MIB + 1.2e6, rel=0.01)
 
 
-def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network() -> None:
+def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network():
     # Of 200 ms, whose chunks take 600 ms: their contributions wait for what was lost.
     path = Path(1, rate=6e6, rtt_s=0.2)
     flow = FlowControl(path, 64 * KIB, forced=False)
@@ -120,7 +116,7 @@ def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network() -> None:
     assert path.windows[0] == pytest.approx(BUSY_BYTES + 5 * 0.2 * 6e6, rel=0.01)
 
 
-def test_windows_of_a_near_network_do_not_grow() -> None:
+def test_windows_of_a_near_network_do_not_grow():
     path = Path(1, rate=1e10, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=False)
     flow.admit(0, MIB, 1.0, 0.009, grows=True)
@@ -129,7 +125,7 @@ def test_windows_of_a_near_network_do_not_grow() -> None:
     assert flow.asks(10.0) == []
 
 
-def test_windows_of_a_far_network_grow_to_256_mib_in_all() -> None:
+def test_windows_of_a_far_network_grow_to_256_mib_in_all():
     path = Path(2, rate=1e9, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=False)
     for link in range(2):
@@ -147,7 +143,7 @@ def test_windows_of_a_far_network_grow_to_256_mib_in_all() -> None:
     assert path.windows == [MOST_BYTES // 2, 128 * MIB]
 
 
-def test_who_asks_in_vain_waits_twice_as_long() -> None:
+def test_who_asks_in_vain_waits_twice_as_long():
     path = Path(1, rate=1e8, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=False)
     flow.admit(0, MIB, 1.0, 0.1, grows=True)
@@ -157,7 +153,7 @@ def test_who_asks_in_vain_waits_twice_as_long() -> None:
     assert [now for now in range(31, 40) if flow.asks(float(now))] == [31, 32, 34, 38]
 
 
-def test_a_far_link_that_is_gone_holds_up_no_looks() -> None:
+def test_a_far_link_that_is_gone_holds_up_no_looks():
     path = Path(2, rate=3e8, rtt_s=0.005)
     flow = FlowControl(path, 64 * KIB, forced=False)
     flow.admit(0, MOST_BYTES, 1.0, 0.005)
@@ -170,7 +166,7 @@ def test_a_far_link_that_is_gone_holds_up_no_looks() -> None:
     assert flow.rate == pytest.approx(160 * MIB)
 
 
-def test_a_burst_of_a_far_network_is_no_rate() -> None:
+def test_a_burst_of_a_far_network_is_no_rate():
     path = Path(1, rate=1e7, rtt_s=0.2)
     flow = FlowControl(path, 64 * KIB, forced=False)
     flow.admit(0, MOST_BYTES, 1.0, 0.2, grows=True)
@@ -185,7 +181,7 @@ def test_a_burst_of_a_far_network_is_no_rate() -> None:
     assert flow.rate == pytest.approx(MIB / 0.25)
 
 
-def test_a_link_that_waits_keeps_its_window() -> None:
+def test_a_link_that_waits_keeps_its_window():
     path, flow = one_link(rate=1.2e8, rtt_s=0.010, most=MOST_BYTES)
     run(flow, path, 5)
     before = path.windows[0]
@@ -194,7 +190,7 @@ def test_a_link_that_waits_keeps_its_window() -> None:
     assert path.windows[0] == before > BUSY_BYTES
 
 
-def test_never_more_than_the_reducer_allows() -> None:
+def test_never_more_than_the_reducer_allows():
     path, flow = one_link(rate=1e10, rtt_s=0.1, most=MIB)
     run(flow, path, 5)
     assert path.windows == [MIB]
@@ -202,13 +198,13 @@ def test_never_more_than_the_reducer_allows() -> None:
     assert path.windows == [100 * KIB]
 
 
-def test_a_forced_window_stays() -> None:
+def test_a_forced_window_stays():
     path, flow = one_link(rate=1e9, rtt_s=0.1, most=5 * MIB, forced=True)
     run(flow, path, 5)
     assert path.windows == [5 * MIB]
 
 
-def test_failed_all_reduces_and_others_between_them_say_nothing() -> None:
+def test_failed_all_reduces_and_others_between_them_say_nothing():
     path, flow = one_link(rate=1e9, rtt_s=0.1, most=5 * MIB)
     flow.begin(10.0)
     path.carry(0.5)
@@ -221,7 +217,7 @@ def test_failed_all_reduces_and_others_between_them_say_nothing() -> None:
     assert flow.rate == 0
 
 
-def test_a_long_all_reduce_is_measured_on_the_way() -> None:
+def test_a_long_all_reduce_is_measured_on_the_way():
     path, flow = one_link(rate=1e9, rtt_s=0.1, most=1 << 30)
     flow.tick(5.0)
     flow.begin(10.0)

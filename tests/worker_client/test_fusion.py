@@ -1,13 +1,10 @@
 """Named tensors over real reducers: any order, packed, exact; and what if one is missing."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,10 +24,6 @@ from tests.worker_client.waits import at_all
 from worker_client.fusion import tensor_queue
 from worker_client.protocol import operation
 
-if TYPE_CHECKING:
-    from tests.worker_client.waits import Job
-    from worker_client.client.client import Client
-
 KINDS = [
     (np.float32, "sum"),
     (np.float32, "mean"),
@@ -41,13 +34,13 @@ KINDS = [
 ]
 
 
-def values(number: int, rank: int) -> np.ndarray:
+def values(number, rank):
     dtype, _ = KINDS[number % len(KINDS)]
     size = np.random.default_rng(number).integers(0, 700) + 60_000 * (number % 17 == 3)
     return np.random.default_rng([number, rank]).integers(1, 5, size).astype(dtype)
 
 
-def expected(number: int, world_size: int) -> np.ndarray:
+def expected(number, world_size):
     dtype, op = KINDS[number % len(KINDS)]
     inputs = np.stack([values(number, rank) for rank in range(world_size)])
     if op == "mean":
@@ -56,7 +49,7 @@ def expected(number: int, world_size: int) -> np.ndarray:
     return how.reduce(inputs.astype(np.float64)).astype(dtype)
 
 
-def check_sum(clients: list[Client], value: float) -> None:
+def check_sum(clients, value):
     """Let every rank submit a tensor under one name."""
     tensors = [np.full(2, value) for _ in clients]
     works = [c.all_reduce(t, "sum", name="n") for c, t in zip(clients, tensors, strict=True)]
@@ -67,10 +60,10 @@ def check_sum(clients: list[Client], value: float) -> None:
 
 @pytest.mark.parametrize("threshold", ["64MiB", "8KiB", "0"])
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_ranks_may_submit_in_any_order(job: Job, threshold: str, world_size: int) -> None:
+def test_ranks_may_submit_in_any_order(job, threshold, world_size):
     numbers = range(120)
 
-    def train(client: Client) -> None:
+    def train(client):
         rng = random.Random(client.rank)
         for _ in range(3):
             order = rng.sample(numbers, len(numbers))
@@ -94,7 +87,7 @@ def test_ranks_may_submit_in_any_order(job: Job, threshold: str, world_size: int
         assert sent[0] >= 3 * len(numbers)
 
 
-def test_nobody_needs_to_wait_for_a_flush(job: Job) -> None:
+def test_nobody_needs_to_wait_for_a_flush(job):
     clients = job(2, cycle_time="5ms")
     tensors = [np.ones(10, np.float32) for _ in clients]
     works = [c.all_reduce(t, "sum", name="x") for c, t in zip(clients, tensors, strict=True)]
@@ -102,8 +95,8 @@ def test_nobody_needs_to_wait_for_a_flush(job: Job) -> None:
     assert all((tensor == 2).all() for tensor in tensors)
 
 
-def test_who_waits_need_not_wait_for_the_cycle(job: Job) -> None:
-    def reduce(client: Client) -> float:
+def test_who_waits_need_not_wait_for_the_cycle(job):
+    def reduce(client):
         client.all_reduce(np.ones(1), name="first").wait(100)
         begin = time.monotonic()
         client.all_reduce(np.ones(1), name="x").wait(100)
@@ -112,8 +105,8 @@ def test_who_waits_need_not_wait_for_the_cycle(job: Job) -> None:
     assert max(at_all(job(2, cycle_time="30s"), reduce)) < 15
 
 
-def test_strided_arrays_and_calls_without_a_name(job: Job) -> None:
-    def reduce(client: Client) -> None:
+def test_strided_arrays_and_calls_without_a_name(job):
+    def reduce(client):
         grid = np.zeros((6, 4), np.float32)
         named = client.all_reduce(grid[:, ::2], "sum", name=f"never the same {client.rank}"[:5])
         grid2 = np.full((6, 4), client.rank + 1.0, np.float32)
@@ -129,7 +122,7 @@ def test_strided_arrays_and_calls_without_a_name(job: Job) -> None:
     at_all(job(2), reduce)
 
 
-def test_names_are_not_used_twice_at_once(job: Job) -> None:
+def test_names_are_not_used_twice_at_once(job):
     one, other = job(2)
     work = one.all_reduce(np.ones(1), name="x")
     with pytest.raises(ConfigError, match="'x' is in progress: wait for it"):
@@ -138,11 +131,9 @@ def test_names_are_not_used_twice_at_once(job: Job) -> None:
     work.wait(20)
 
 
-def test_a_call_that_one_rank_is_refused_fails_at_the_others_and_the_next_is_right(
-    job: Job,
-) -> None:
+def test_a_call_that_one_rank_is_refused_fails_at_the_others_and_the_next_is_right(job):
     clients = job(3)
-    wrong: list[dict[str, Any]] = [
+    wrong = [
         {"op": "nonsense"},
         {"data": np.zeros(2, complex)},
         {"weight": 2.0},
@@ -162,7 +153,7 @@ def test_a_call_that_one_rank_is_refused_fails_at_the_others_and_the_next_is_rig
         check_sum(clients, turn)
 
 
-def test_a_call_that_was_refused_before_others_made_it(job: Job) -> None:
+def test_a_call_that_was_refused_before_others_made_it(job):
     clients = job(2)
     for _ in range(3):
         clients[0].decline(ValueError("no data"), name="n")
@@ -172,8 +163,8 @@ def test_a_call_that_was_refused_before_others_made_it(job: Job) -> None:
     check_sum(clients, 1.0)
 
 
-def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job: Job) -> None:
-    def reduce(client: Client) -> MismatchError:
+def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job):
+    def reduce(client):
         odd = client.all_reduce(np.ones(4 + client.rank, np.float32), name="odd")
         fine = client.all_reduce(np.ones(4, np.float32), "sum", name="fine")
         assert (fine.wait(20) == 2).all()
@@ -189,9 +180,7 @@ def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job: Job) -> None
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["nothing", "others"])
-def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
-    job: Job, busy: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_tensor_is_named_and_fails_at_its_deadline(job, busy, monkeypatch, caplog):
     for module in (operation, tensor_queue):
         monkeypatch.setattr(module, "STRAGGLER_S", 0.3)
     caplog.set_level(logging.WARNING)
@@ -216,7 +205,7 @@ def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
         with pytest.raises(ReductionTimeout, match=r"'elsewhere'.*not submitted by rank 0, 2"):
             late.wait(20)
 
-    def go_on(client: Client) -> float:
+    def go_on(client):
         if client.rank == 1:  # it makes the call that it owes: too late
             with pytest.raises(ReductionTimeout, match=r"rank [02] waits no longer") as caught:
                 client.all_reduce(np.ones(8), "sum", name="x").wait(20)
@@ -226,9 +215,9 @@ def test_a_missing_tensor_is_named_and_fails_at_its_deadline(
     assert at_all(clients, go_on) == [3.0] * 3
 
 
-def test_names_that_never_recur_are_right_again_after_pauses(job: Job) -> None:
-    def go(client: Client) -> list[float | None]:
-        found: list[float | None] = []
+def test_names_that_never_recur_are_right_again_after_pauses(job):
+    def go(client):
+        found = []
         for call in range(12):
             if call == 3:
                 time.sleep((0.0, 1.5, 2.6)[client.rank])  # longer than the calls may take
@@ -246,7 +235,7 @@ def test_names_that_never_recur_are_right_again_after_pauses(job: Job) -> None:
         assert found[-5:] == [3.0 * call for call in range(7, 12)]
 
 
-def test_a_late_rank_costs_nothing_but_time(job: Job) -> None:
+def test_a_late_rank_costs_nothing_but_time(job):
     clients = job(2)
     early = [clients[0].all_reduce(np.ones(4), "sum", name=f"t{at}") for at in range(50)]
     time.sleep(1.5)  # it waits in a round by now
@@ -259,7 +248,7 @@ def test_a_late_rank_costs_nothing_but_time(job: Job) -> None:
     assert all((work.wait(20) == 2).all() for work in early)
 
 
-def test_a_rank_that_dies_is_named(job: Job) -> None:
+def test_a_rank_that_dies_is_named(job):
     clients = job(3)
     at_all(clients, lambda client: client.all_reduce(np.ones(4), name="x").wait(20))
     works = [clients[rank].all_reduce(np.ones(4), name="x") for rank in (0, 1)]
@@ -272,7 +261,7 @@ def test_a_rank_that_dies_is_named(job: Job) -> None:
         clients[0].all_reduce(np.ones(4), name="y").wait(20)
 
 
-def test_the_others_go_on_without_a_lost_rank(job: Job) -> None:
+def test_the_others_go_on_without_a_lost_rank(job):
     clients = job(3, on_rank_lost="continue")
     at_all(clients, lambda client: client.all_reduce(np.ones(4), name="x").wait(30))
     works = [clients[rank].all_reduce(np.ones(4), "sum", name="x") for rank in (0, 1)]
@@ -280,7 +269,7 @@ def test_the_others_go_on_without_a_lost_rank(job: Job) -> None:
     assert all((work.wait(30) == 2).all() for work in works)
 
 
-def test_what_is_in_progress_ends_with_the_client(job: Job) -> None:
+def test_what_is_in_progress_ends_with_the_client(job):
     one, _ = job(2)
     works = [one.all_reduce(np.ones(4), name=f"t{at}") for at in range(3)]
     one.shutdown()
@@ -292,13 +281,13 @@ def test_what_is_in_progress_ends_with_the_client(job: Job) -> None:
         one.all_reduce(np.ones(4), name="x")
 
 
-def test_a_callback_may_submit_but_not_wait(job: Job) -> None:
+def test_a_callback_may_submit_but_not_wait(job):
     clients = job(2)
-    said: list[Any] = []
+    said = []
     ended = threading.Event()
 
-    def train(client: Client) -> None:
-        def again(_: Any) -> None:
+    def train(client):
+        def again(_):
             work = client.all_reduce(np.ones(2), "sum", name="again")
             if client.rank == 0:
                 try:
@@ -314,12 +303,10 @@ def test_a_callback_may_submit_but_not_wait(job: Job) -> None:
     assert len(said) == 1
 
 
-def test_a_thread_that_cannot_be_started_is_started_later(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_be_started_is_started_later(job, monkeypatch):
     (client,) = job(1)
 
-    def refuse(_: threading.Thread) -> None:
+    def refuse(_):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
@@ -329,7 +316,7 @@ def test_a_thread_that_cannot_be_started_is_started_later(
     assert client.all_reduce(np.ones(1), name="x").wait(20) == 1
 
 
-def test_an_embedded_job_has_names_too(servers: list[str]) -> None:
+def test_an_embedded_job_has_names_too(servers):
     # Two of three reducers are the ranks' own.
     pytest.importorskip("torch")
     with joined(2, servers=servers[:1], job="alone") as clients:
@@ -338,7 +325,7 @@ def test_an_embedded_job_has_names_too(servers: list[str]) -> None:
         assert [client.bytes_reduced for client in clients] == [16, 16]
 
 
-def test_a_reducer_that_is_lost_before_the_first_name_is_not_waited_for() -> None:
+def test_a_reducer_that_is_lost_before_the_first_name_is_not_waited_for():
     with local_pool(1) as alive, ExitStack() as stack:
         with local_pool(1) as mortal:
             clients = stack.enter_context(joined(2, servers=[*alive, *mortal], job="lost"))
@@ -348,7 +335,7 @@ def test_a_reducer_that_is_lost_before_the_first_name_is_not_waited_for() -> Non
         assert sums == [2.0, 2.0]
 
 
-def test_a_rank_that_is_lost_before_the_first_name_is_not_waited_for(job: Job) -> None:
+def test_a_rank_that_is_lost_before_the_first_name_is_not_waited_for(job):
     clients = job(3, on_rank_lost="continue")
     at_all(clients, lambda client: client.all_reduce(np.ones(4)).wait(30))
     clients[2].shutdown()
@@ -357,13 +344,13 @@ def test_a_rank_that_is_lost_before_the_first_name_is_not_waited_for(job: Job) -
     assert at_all(left, lambda c: c.all_reduce(np.ones(2), "sum", name="x").wait(30)[0]) == [2, 2]
 
 
-def test_a_callback_of_what_has_failed_may_not_wait_either(job: Job) -> None:
+def test_a_callback_of_what_has_failed_may_not_wait_either(job):
     one, _ = job(2)
     other = one.all_reduce(np.ones(2), name="other")
-    said: list[Any] = []
+    said = []
     ended = threading.Event()
 
-    def wait(_: Any) -> None:
+    def wait(_):
         try:
             other.wait(5)
         except LocalProtocolError as error:
@@ -375,13 +362,13 @@ def test_a_callback_of_what_has_failed_may_not_wait_either(job: Job) -> None:
     assert len(said) == 1
 
 
-def test_a_shutdown_in_a_callback_takes_no_time(job: Job) -> None:
+def test_a_shutdown_in_a_callback_takes_no_time(job):
     clients = job(2)
-    took: list[float] = []
+    took = []
     ended = threading.Event()
 
-    def train(client: Client) -> None:
-        def leave(_: Any) -> None:
+    def train(client):
+        def leave(_):
             begin = time.monotonic()
             client.shutdown()
             took.append(time.monotonic() - begin)
@@ -395,13 +382,11 @@ def test_a_shutdown_in_a_callback_takes_no_time(job: Job) -> None:
     assert max(took) < 4
 
 
-def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(job, monkeypatch):
     (client,) = job(1)
     client.all_reduce(np.ones(2), name="x").wait(20)
 
-    def fail(nbytes: int) -> None:
+    def fail(nbytes):
         raise MemoryError
 
     monkeypatch.setattr(client._fusion._buffers, "take", fail)
@@ -413,11 +398,11 @@ def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(
         client.all_reduce(np.ones(2), name="x")
 
 
-def test_a_shutdown_while_the_channel_is_made(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_while_the_channel_is_made(job, monkeypatch):
     one, _ = job(2)
     make, begun, made = one._fusion._make, threading.Event(), threading.Event()
 
-    def late() -> Any:
+    def late():
         begun.set()
         made.wait(20)
         return make()
@@ -432,13 +417,11 @@ def test_a_shutdown_while_the_channel_is_made(job: Job, monkeypatch: pytest.Monk
     assert one._fusion.communicator.closing
 
 
-def test_deadlines_hold_while_the_channel_is_made(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deadlines_hold_while_the_channel_is_made(job, monkeypatch):
     one, two = job(2)
     make, made = one._fusion._make, threading.Event()
 
-    def late() -> Any:
+    def late():
         made.wait(20)
         return make()
 

@@ -1,9 +1,6 @@
 """Rounds that end differently at different ranks: they find together, and nothing is wrong."""
 
-from __future__ import annotations
-
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,15 +9,11 @@ from reducer.errors import LocalProtocolError, MismatchError, ReductionError, Re
 from tests.worker_client.waits import at_all
 from worker_client.fusion import negotiation as negotiation_module
 
-if TYPE_CHECKING:
-    from tests.worker_client.waits import Job
-    from worker_client.client.client import Client
 
-
-def reduce_all(clients: list[Client], step: int, **arguments: Any) -> list[list[str]]:
+def reduce_all(clients, step, **arguments):
     """All ranks reduce some tensors; return what ended badly, by rank."""
 
-    def train(client: Client) -> list[str]:
+    def train(client):
         tensors = [np.full(50, float(at + client.rank)) for at in range(20)]
         order = np.random.default_rng([step, client.rank]).permutation(20)
         works = {
@@ -41,7 +34,7 @@ def reduce_all(clients: list[Client], step: int, **arguments: Any) -> list[list[
     return at_all(clients, train)
 
 
-def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job: Job) -> None:
+def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job):
     clients = job(3)
     assert reduce_all(clients, 0) == [[], [], []]
     clients[1]._fusion._negotiation.reset()
@@ -54,14 +47,12 @@ def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job: Job) -
     [ReductionTimeout("at a deadline"), LocalProtocolError("of this rank alone")],
     ids=["timeout", "local"],
 )
-def test_a_round_that_fails_at_one_rank_alone(
-    job: Job, which: str, error: ReductionError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_fails_at_one_rank_alone(job, which, error, monkeypatch):
     clients = job(3)
     negotiation = clients[2]._fusion._negotiation
     real, calls = getattr(negotiation, which), []
 
-    def fail_once(*arguments: Any) -> Any:
+    def fail_once(*arguments):
         calls.append(arguments)
         if len(calls) == 1:
             raise error
@@ -78,15 +69,13 @@ def test_a_round_that_fails_at_one_rank_alone(
         assert reduce_all(clients, step) == [[], [], []]
 
 
-def test_a_fused_all_reduce_that_one_rank_does_not_make(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_all_reduce_that_one_rank_does_not_make(job, monkeypatch):
     clients = job(3)
     assert reduce_all(clients, 0) == [[], [], []]
     negotiation = clients[0]._fusion._negotiation
     real, decided = negotiation.decide, []
 
-    def lose_once() -> Any:
+    def lose_once():
         decided.append(real())
         if decided[-1].ready and sum(bool(one.ready) for one in decided) == 1:
             raise MismatchError("?", field="name", rank=0, other_rank=1, expected="", got="")
@@ -100,15 +89,13 @@ def test_a_fused_all_reduce_that_one_rank_does_not_make(
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(
-    job: Job, which: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(job, which, monkeypatch):
     monkeypatch.setattr(negotiation_module, "MOST_KNOWN", 5)
     clients = job(2)
     negotiation = clients[1]._fusion._negotiation
     real, left = negotiation.decide, -1
 
-    def fail_once() -> Any:
+    def fail_once():
         nonlocal left
         left -= 1
         if left == -1:
@@ -117,7 +104,7 @@ def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(
 
     monkeypatch.setattr(negotiation, "decide", fail_once)
 
-    def train(client: Client) -> tuple[list[float], int]:
+    def train(client):
         """Return the sums of a name that recurs, by step, and how many names have counts."""
         nonlocal left
         found = []

@@ -1,9 +1,6 @@
 """A gather of the Horovod interface between its two all-reduces, with a client that is none."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -14,32 +11,29 @@ pytest.importorskip("torch", reason="needs torch")
 
 from worker_client.horovod.groups import Group
 
-if TYPE_CHECKING:
-    from worker_client.client.client import Client
-
 
 class _Work:
-    def __init__(self, data: np.ndarray[Any, Any]) -> None:
+    def __init__(self, data):
         self.data = data
-        self.error: Exception | None = None
-        self._future: Future[Any] = Future()
+        self.error = None
+        self._future = Future()
 
-    def end(self, error: Exception | None = None) -> None:
+    def end(self, error=None):
         self.error = error
         self._future.set_result(None)
 
-    def done(self) -> bool:
+    def done(self):
         return self._future.done()
 
-    def ends_within(self, patience_s: float) -> bool:
+    def ends_within(self, patience_s):
         return patience_s >= 0 and self.done()
 
-    def wait(self) -> None:
+    def wait(self):
         assert self.done()
         if self.error is not None:
             raise self.error
 
-    def future(self) -> Future[Any]:
+    def future(self):
         return self._future
 
 
@@ -48,23 +42,23 @@ class _Client:
 
     rank, world_size, present = 0, 2, (0, 1)
 
-    def __init__(self) -> None:
-        self.works: list[tuple[str, _Work]] = []
-        self.declined: list[str] = []
+    def __init__(self):
+        self.works = []
+        self.declined = []
 
-    def all_reduce(self, data: np.ndarray[Any, Any], op: str, *, name: str) -> _Work:
+    def all_reduce(self, data, op, *, name):
         assert op == "sum"
         self.works.append((name, _Work(data)))
         return self.works[-1][1]
 
-    def decline(self, why: BaseException, *, name: str) -> None:
+    def decline(self, why, *, name):
         assert isinstance(why, ConfigError)
         self.declined.append(name)
 
 
-def test_the_second_all_reduce_begins_where_the_first_ends() -> None:
+def test_the_second_all_reduce_begins_where_the_first_ends():
     client = _Client()
-    group = Group(cast("Client", client))
+    group = Group(client)
     with group.call("allgather", "x") as wire:
         pass
     gathering = group.gather(b"mine", wire)
@@ -87,9 +81,9 @@ def test_the_second_all_reduce_begins_where_the_first_ends() -> None:
         pass
 
 
-def test_nothing_begins_after_an_error() -> None:
+def test_nothing_begins_after_an_error():
     client = _Client()
-    group = Group(cast("Client", client))
+    group = Group(client)
     gathering = group.gather(b"mine", "allgather.x")
     client.works[0][1].end(MismatchError.between("call", "dtype", (0, "INT32"), (1, "INT64")))
     assert len(client.works) == 1

@@ -1,17 +1,11 @@
 """The command of docs/horovod.md changes a script's imports, and every name is where it was."""
 
-from __future__ import annotations
-
 import re
 import runpy
-from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.horovod_imports import changed
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -62,7 +56,7 @@ built = gloo_built() or mpi_built(verbose=True) or hvd.nccl_built()
 '''
 
 
-def test_one_command_changes_every_import(tmp_path: Path) -> None:
+def test_one_command_changes_every_import(tmp_path):
     script = changed(SCRIPT, tmp_path)
     assert not re.search(r"(import|from) horovod\b", script)
     assert changed(script, tmp_path) == script, "a second time nothing is to be changed"
@@ -72,7 +66,7 @@ def test_one_command_changes_every_import(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", found["version"])
 
 
-def test_what_horovodrun_did_is_refused_with_the_way_to_start() -> None:
+def test_what_horovodrun_did_is_refused_with_the_way_to_start():
     from worker_client import horovod  # noqa: PLC0415 (needs torch)
 
     with pytest.raises(AttributeError, match="start the script with torchrun or mpirun"):

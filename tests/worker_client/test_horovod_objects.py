@@ -1,9 +1,6 @@
 """Objects as bytes and back: what is refused on either side."""
 
-from __future__ import annotations
-
 import struct
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ from worker_client.horovod.groups import short
 from worker_client.horovod.objects import decode, encode
 
 
-def framed(text: str, blob: bytes = b"") -> bytes:
+def framed(text, blob=b""):
     return struct.pack("<Q", len(text)) + text.encode() + blob
 
 
@@ -45,7 +42,7 @@ def framed(text: str, blob: bytes = b"") -> bytes:
         framed('["list", [' * 100_000),
     ],
 )
-def test_bytes_that_are_no_object_are_refused(data: bytes) -> None:
+def test_bytes_that_are_no_object_are_refused(data):
     with pytest.raises(ConfigError, match="no encoded object"):
         decode(data)
 
@@ -53,19 +50,19 @@ def test_bytes_that_are_no_object_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     "value", [object(), int, {"a": [lambda: 0]}, type("Text", (str,), {})("a"), slice(1), 1j]
 )
-def test_types_that_are_not_plain_are_refused(value: Any) -> None:
+def test_types_that_are_not_plain_are_refused(value):
     with pytest.raises(ConfigError, match="cannot be sent to other ranks"):
         encode(value)
 
 
-def test_what_came_back_is_writable_and_alone() -> None:
+def test_what_came_back_is_writable_and_alone():
     tensor = torch.arange(6.0).reshape(2, 3).t()
     back = decode(encode([tensor, tensor]))
     back[0].zero_()
     assert torch.equal(back[1], tensor)
 
 
-def test_long_names_stay_different() -> None:
+def test_long_names_stay_different():
     names = {short(f"{'x' * 90}{'y' * at}") for at in range(20)}
     assert len(names) == 20
     assert max(len(name.encode()) for name in names) == 96

@@ -1,9 +1,6 @@
 """Arrays and tensors as bytes: in place where possible, written back where not, or refused."""
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +10,6 @@ import torch
 from reducer.errors import ConfigError
 from reducer.wire.constants import DType
 from worker_client.staging.host_buffer import find_dtype, host_buffer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ARRAY_DTYPES = {
     np.float32: DType.FLOAT32,
@@ -34,7 +28,7 @@ TENSOR_DTYPES = {
 }
 
 
-def double(data: Any) -> bool:
+def double(data):
     """Do what an all-reduce does, doubling in place of summing; return whether it was in place."""
     buffer = host_buffer(data)
     assert buffer.view.ndim == 1
@@ -49,13 +43,13 @@ def double(data: Any) -> bool:
 # -- element types ------------------------------------------------------------------------------
 
 
-def test_every_dtype_of_the_protocol_is_covered() -> None:
+def test_every_dtype_of_the_protocol_is_covered():
     assert set(ARRAY_DTYPES.values()) == set(TENSOR_DTYPES.values())
     assert set(ARRAY_DTYPES.values()) == set(DType) - {DType.BLOCK8, DType.BLOCK8_E4M3}
 
 
 @pytest.mark.parametrize(("dtype", "code"), ARRAY_DTYPES.items(), ids=str)
-def test_array_dtypes(dtype: Any, code: DType) -> None:
+def test_array_dtypes(dtype, code):
     array = np.arange(5).astype(dtype)
     buffer = host_buffer(array)
     assert buffer.dtype is code
@@ -65,7 +59,7 @@ def test_array_dtypes(dtype: Any, code: DType) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "code"), TENSOR_DTYPES.items(), ids=str)
-def test_tensor_dtypes(dtype: torch.dtype, code: DType) -> None:
+def test_tensor_dtypes(dtype, code):
     tensor = torch.arange(5).to(dtype)
     buffer = host_buffer(tensor)
     assert buffer.dtype is code
@@ -94,12 +88,12 @@ def test_tensor_dtypes(dtype: torch.dtype, code: DType) -> None:
     ],
     ids=lambda data: f"{type(data).__name__}-{data.dtype}",
 )
-def test_other_dtypes_are_refused(data: Any) -> None:
+def test_other_dtypes_are_refused(data):
     with pytest.raises(ConfigError, match=r"cannot be reduced: convert to one of float32, .*uint8"):
         host_buffer(data)
 
 
-def test_a_dtype_that_cannot_be_reduced_is_named() -> None:
+def test_a_dtype_that_cannot_be_reduced_is_named():
     assert find_dtype("bfloat16") is DType.BFLOAT16
     with pytest.raises(ConfigError, match="dtype complex128 "):
         find_dtype("complex128")
@@ -107,7 +101,7 @@ def test_a_dtype_that_cannot_be_reduced_is_named() -> None:
 
 # -- memory layouts -----------------------------------------------------------------------------
 
-SHAPES: dict[str, Callable[[Any], Any]] = {  # from six numbers
+SHAPES = {  # from six numbers
     "flat": lambda six: six,
     "2-d": lambda six: six.reshape(2, 3),
     "part": lambda six: six[1:4],
@@ -118,7 +112,7 @@ SHAPES: dict[str, Callable[[Any], Any]] = {  # from six numbers
     "zero-size, 2-d": lambda six: six[:0].reshape(0, 3),
     "transposed vector": lambda six: six.reshape(1, 6).T,
 }
-STRIDED: dict[str, Callable[[Any], Any]] = {
+STRIDED = {
     "every second": lambda six: six[::2],
     "column": lambda six: six.reshape(2, 3)[:, 1],
     "columns": lambda six: six.reshape(2, 3)[:, 1:],
@@ -131,9 +125,7 @@ of_either_kind = pytest.mark.parametrize("kind", [np, torch], ids=["array", "ten
 
 @of_either_kind
 @pytest.mark.parametrize("layout", SHAPES | STRIDED)
-def test_contiguous_memory_is_used_in_place_and_else_a_copy_is_written_back(
-    kind: Any, layout: str
-) -> None:
+def test_contiguous_memory_is_used_in_place_and_else_a_copy_is_written_back(kind, layout):
     shaped = (SHAPES | STRIDED)[layout]
     six = kind.arange(6, dtype=kind.float32)
     expected = shaped(kind.arange(6, dtype=kind.float32)) * 2
@@ -152,7 +144,7 @@ def test_contiguous_memory_is_used_in_place_and_else_a_copy_is_written_back(
     ],
     ids=["Fortran", "backwards", "backwards-bfloat16"],
 )
-def test_the_bytes_are_in_c_order(array: np.ndarray[Any, Any]) -> None:
+def test_the_bytes_are_in_c_order(array):
     buffer = host_buffer(array)
     assert bytes(buffer.view) == array.tobytes(order="C")
     result = np.arange(100, 100 + array.size).astype(array.dtype).reshape(array.shape)
@@ -162,7 +154,7 @@ def test_the_bytes_are_in_c_order(array: np.ndarray[Any, Any]) -> None:
     assert (array == result).all()
 
 
-def test_a_tensor_in_channels_last_order() -> None:
+def test_a_tensor_in_channels_last_order():
     tensor = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
     before = tensor.clone()
     assert not double(tensor)
@@ -171,19 +163,19 @@ def test_a_tensor_in_channels_last_order() -> None:
 
 @of_either_kind
 @pytest.mark.parametrize("rows", [0, 1])
-def test_at_most_one_element_has_no_stride_that_matters(kind: Any, rows: int) -> None:
+def test_at_most_one_element_has_no_stride_that_matters(kind, rows):
     data = kind.ones((5, 3), dtype=kind.float32)[:rows, 0]
     assert double(data)
     assert data.tolist() == [2.0] * rows
 
 
-def test_a_tensor_can_be_resized_afterwards() -> None:
+def test_a_tensor_can_be_resized_afterwards():
     tensor = torch.ones(3)
     host_buffer(tensor)
     assert tensor.resize_(1000).shape == (1000,)
 
 
-def test_the_view_keeps_the_memory_alive() -> None:
+def test_the_view_keeps_the_memory_alive():
     views = [host_buffer(np.full(1000, 7, np.uint8)).view]
     views.append(host_buffer(torch.full((1000,), 7, dtype=torch.uint8)).view)
     assert all(bytes(view) == b"\7" * 1000 for view in views)
@@ -203,12 +195,12 @@ def test_the_view_keeps_the_memory_alive() -> None:
     ],
     ids=["read-only", "broadcast", "broadcast, not yet read-only", "another device", "expanded"],
 )
-def test_memory_that_cannot_be_overwritten(refused: Any, why: str) -> None:
+def test_memory_that_cannot_be_overwritten(refused, why):
     with pytest.raises(ConfigError, match=why):
         host_buffer(refused)
 
 
-def test_the_wrong_byte_order() -> None:
+def test_the_wrong_byte_order():
     swapped = np.ones(3, np.dtype(np.float32).newbyteorder())
     with pytest.raises(ConfigError, match=r"byte order.*use array\.astype"):
         host_buffer(swapped)
@@ -218,13 +210,13 @@ def test_the_wrong_byte_order() -> None:
 @pytest.mark.parametrize(
     "data", [[1.0], 1.0, None, "text", b"bytes", np.float32(1), memoryview(b"")]
 )
-def test_what_is_no_array(data: Any) -> None:
+def test_what_is_no_array(data):
     message = f"takes a NumPy array or a torch tensor, got {type(data).__name__}: convert it first"
     with pytest.raises(ConfigError, match=message):
         host_buffer(data)
 
 
-def test_a_list_is_refused_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_is_refused_without_torch(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(ConfigError, match="got list"):
         host_buffer([1.0])
@@ -232,7 +224,7 @@ def test_a_list_is_refused_without_torch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("form", ["to_sparse", "to_sparse_csr"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-def test_a_sparse_tensor(form: str) -> None:
+def test_a_sparse_tensor(form):
     tensor = getattr(torch.eye(3), form)()
     with pytest.raises(ConfigError, match=r"sparse.*to_dense\(\), or sparse=False"):
         host_buffer(tensor)
@@ -242,7 +234,7 @@ def test_a_sparse_tensor(form: str) -> None:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_a_leaf_that_requires_grad(strided: bool) -> None:
+def test_a_leaf_that_requires_grad(strided):
     values = torch.arange(6.0).reshape(2, 3)
     leaf = torch.nn.Parameter(values.t() if strided else values)
     before = leaf.detach().clone()
@@ -253,7 +245,7 @@ def test_a_leaf_that_requires_grad(strided: bool) -> None:
     assert leaf.grad_fn is None
 
 
-def test_the_lazily_negated_half_of_a_complex_tensor() -> None:
+def test_the_lazily_negated_half_of_a_complex_tensor():
     tensor = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
     assert tensor.is_neg()
     buffer = host_buffer(tensor)
@@ -261,7 +253,7 @@ def test_the_lazily_negated_half_of_a_complex_tensor() -> None:
     assert buffer.write_back is not None
 
 
-def test_a_tensor_that_only_wraps_others() -> None:
+def test_a_tensor_that_only_wraps_others():
     wrapped = torch.func.vmap(host_buffer)
     with pytest.raises(ConfigError, match="gives no access to its elements"):
         wrapped(torch.ones(3, 2))

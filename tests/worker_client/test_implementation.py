@@ -1,7 +1,5 @@
 """Which twins serve, and what is said where they cannot."""
 
-from __future__ import annotations
-
 import logging
 import sys
 
@@ -12,20 +10,18 @@ from worker_client import protocol
 from worker_client.runtime import implementation
 
 
-def not_built(patch: pytest.MonkeyPatch) -> None:
+def not_built(patch):
     patch.setitem(sys.modules, "worker_client.protocol._flight", None)
     patch.delattr(protocol, "_flight")
 
 
-def test_the_compiled_one_serves_where_it_can() -> None:
+def test_the_compiled_one_serves_where_it_can():
     assert implementation.select(None).name == "compiled"
     for name in ("plain", "compiled"):
         assert implementation.select(name).name == name
 
 
-def test_where_it_cannot_the_plain_one_serves_unless_it_is_demanded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_it_cannot_the_plain_one_serves_unless_it_is_demanded(monkeypatch, caplog):
     not_built(monkeypatch)
     with pytest.raises(ConfigError, match="C compiler"):
         implementation.select("compiled")

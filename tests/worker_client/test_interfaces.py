@@ -1,7 +1,5 @@
 """Which of a machine's addresses REDUCTION_INTERFACE means."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 
@@ -20,7 +18,7 @@ FOUND = {
 }
 
 
-def test_all_interfaces_are_found() -> None:
+def test_all_interfaces_are_found():
     expected = {}
     for name, there in psutil.net_if_addrs().items():
         ipv4 = {one.address for one in there if one.family == socket.AF_INET}
@@ -47,12 +45,12 @@ def test_all_interfaces_are_found() -> None:
         ("fd00::/64", "fd00::9"),
     ],
 )
-def test_a_name_an_address_or_a_network_will_do(wanted: str, meant: str) -> None:
+def test_a_name_an_address_or_a_network_will_do(wanted, meant):
     assert choose(wanted, FOUND) == meant
 
 
 @pytest.mark.parametrize("wanted", ["eth9", "10.2.0.0/16", "10.1.0.8", "fd01::/64", "eth"])
-def test_the_error_names_what_there_is(wanted: str) -> None:
+def test_the_error_names_what_there_is(wanted):
     with pytest.raises(ConfigError) as found:
         choose(wanted, FOUND)
     for part in (
@@ -64,7 +62,7 @@ def test_the_error_names_what_there_is(wanted: str) -> None:
         assert part in str(found.value)
 
 
-def test_a_network_means_no_address_of_the_loopback_if_there_is_another() -> None:
+def test_a_network_means_no_address_of_the_loopback_if_there_is_another():
     found = {"lo": ["127.0.0.1", "10.255.0.7"], "eth0": ["10.0.0.3"]}
     assert choose("10.0.0.0/8", found) == choose("10.0.0.3/8", found) == "10.0.0.3"
     assert choose("0.0.0.0/0", found) == "10.0.0.3"
@@ -72,7 +70,7 @@ def test_a_network_means_no_address_of_the_loopback_if_there_is_another() -> Non
     assert choose("10.255.0.7/8", found) == "10.255.0.7"
 
 
-def test_a_network_of_several_interfaces_means_none_of_them() -> None:
+def test_a_network_of_several_interfaces_means_none_of_them():
     with pytest.raises(ConfigError, match=r"several interfaces .* '0.0.0.0/0'; there are eth0"):
         choose("0.0.0.0/0", FOUND)
 
@@ -88,21 +86,21 @@ def test_a_network_of_several_interfaces_means_none_of_them() -> None:
         ("fe80::1%lo", None),
     ],
 )
-def test_the_address_on_the_way_to_a_host(host: str, own: str | None) -> None:
+def test_the_address_on_the_way_to_a_host(host, own):
     assert towards(host) == own
 
 
-def test_the_way_to_an_address_of_this_machine_is_that_address() -> None:
+def test_the_way_to_an_address_of_this_machine_is_that_address():
     there = [address for its in addresses().values() for address in its]
     assert [towards(address) for address in there] == there
 
 
-def test_a_system_without_ipv6_has_no_way_there(without_ipv6: None) -> None:
+def test_a_system_without_ipv6_has_no_way_there(without_ipv6):
     assert towards("::1") is None
     assert towards("localhost") == "127.0.0.1"
 
 
-def test_where_to_listen_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_to_listen_is_said_once(monkeypatch):
     monkeypatch.setenv("REDUCTION_INTERFACE", "eth1")
     assert config.load().interface == "eth1"
     monkeypatch.setenv("REDUCTION_BIND", "tcp://127.0.0.1:0")

@@ -1,9 +1,5 @@
 """What a worker does with the chunks and results of a link that is lost: the rules one by one."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
@@ -20,14 +16,11 @@ from tests.worker_client.flights import (
 from worker_client.protocol.flight import Carried, LinkShard
 from worker_client.protocol.operation import Operation
 
-if TYPE_CHECKING:
-    from worker_client.protocol.flight import Flight
-
 BOTH = [LinkShard(0, 0, 128), LinkShard(1, 128, 256)]
 
 
 @pytest.fixture
-def flight(impl: str) -> Flight:
+def flight(impl):
     """Two links that are open, and whose results are kept."""
     return opened(impl, keep=True)
 
@@ -35,7 +28,7 @@ def flight(impl: str) -> Flight:
 # -- chunks ---------------------------------------------------------------------------------------
 
 
-def test_a_link_that_is_shut_has_nothing_in_flight_and_expects_nothing(flight: Flight) -> None:
+def test_a_link_that_is_shut_has_nothing_in_flight_and_expects_nothing(flight):
     submit(flight, operation(256), BOTH, 64, 3)
     sends = flight.refill(1.0)
     assert answer(flight, sends[0]) == []
@@ -52,7 +45,7 @@ def test_a_link_that_is_shut_has_nothing_in_flight_and_expects_nothing(flight: F
     assert flight.refill(1.0) == [], "what is stranded waits to be moved"
 
 
-def test_what_is_carried_is_of_one_all_reduce_or_all(flight: Flight) -> None:
+def test_what_is_carried_is_of_one_all_reduce_or_all(flight):
     for _ in range(3):
         submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     flight.shut(0)
@@ -61,7 +54,7 @@ def test_what_is_carried_is_of_one_all_reduce_or_all(flight: Flight) -> None:
     assert flight.carried(1) == []
 
 
-def test_a_chunk_that_is_moved_is_sent_and_answered_elsewhere(flight: Flight) -> None:
+def test_a_chunk_that_is_moved_is_sent_and_answered_elsewhere(flight):
     mine = operation(bytes(range(256)))
     submit(flight, mine, BOTH, 64, 0)
     first = flight.refill(1.0)
@@ -81,7 +74,7 @@ def test_a_chunk_that_is_moved_is_sent_and_answered_elsewhere(flight: Flight) ->
     assert flight.stats(1).in_flight == 0
 
 
-def test_a_chunk_may_move_again(flight: Flight) -> None:
+def test_a_chunk_may_move_again(flight):
     submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     flight.shut(0)
     flight.move(0, 0, 1)
@@ -94,7 +87,7 @@ def test_a_chunk_may_move_again(flight: Flight) -> None:
     assert (send.link, answer(flight, send)) == (0, [0])
 
 
-def test_what_is_moved_is_sent_in_the_order_of_calls(flight: Flight) -> None:
+def test_what_is_moved_is_sent_in_the_order_of_calls(flight):
     for link in (0, 1):
         submit(flight, operation(128), [LinkShard(link, 0, 128)], 64, 0)
     flight.set_window(1, 1)
@@ -117,7 +110,7 @@ def test_what_is_moved_is_sent_in_the_order_of_calls(flight: Flight) -> None:
     assert flight.watermark == 2
 
 
-def test_what_failed_is_not_carried(flight: Flight) -> None:
+def test_what_failed_is_not_carried(flight):
     submit(flight, operation(256), BOTH, 64, 0)
     flight.forget(0, 0)
     assert flight.carried(0) == []
@@ -126,7 +119,7 @@ def test_what_failed_is_not_carried(flight: Flight) -> None:
     assert flight.needs(1) == []
 
 
-def test_the_buffer_is_free_at_the_end_wherever_chunks_went(flight: Flight) -> None:
+def test_the_buffer_is_free_at_the_end_wherever_chunks_went(flight):
     buffer = bytearray(64)
     mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
     submit(flight, mine, [LinkShard(0, 0, 64)], 64, 0)
@@ -143,7 +136,7 @@ def test_the_buffer_is_free_at_the_end_wherever_chunks_went(flight: Flight) -> N
 # -- results --------------------------------------------------------------------------------------
 
 
-def test_a_result_is_kept_until_every_rank_has_it(flight: Flight) -> None:
+def test_a_result_is_kept_until_every_rank_has_it(flight):
     mine = operation(bytes(range(256)))
     submit(flight, mine, BOTH, 64, 5)
     for send in flight.refill(1.0):
@@ -175,7 +168,7 @@ def test_a_result_is_kept_until_every_rank_has_it(flight: Flight) -> None:
     assert flight.carried(0) == []
 
 
-def test_results_of_what_is_not_done_are_kept_too(flight: Flight) -> None:
+def test_results_of_what_is_not_done_are_kept_too(flight):
     submit(flight, operation(256), BOTH, 64, 0)
     first, *_ = flight.refill(1.0)
     answer(flight, first)
@@ -189,7 +182,7 @@ def test_results_of_what_is_not_done_are_kept_too(flight: Flight) -> None:
     assert flight.kept(0, 0) is None
 
 
-def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(impl: str) -> None:
+def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(impl):
     flight = opened(impl)
     submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
@@ -198,7 +191,7 @@ def test_nothing_is_kept_of_a_reducer_that_cannot_be_replaced(impl: str) -> None
     assert flight.kept(0, 0) is None
 
 
-def test_a_result_says_what_every_rank_has(flight: Flight) -> None:
+def test_a_result_says_what_every_rank_has(flight):
     for _ in range(3):
         submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     one, two, three = flight.refill(1.0)
@@ -210,7 +203,7 @@ def test_a_result_says_what_every_rank_has(flight: Flight) -> None:
     assert (flight.reached, flight.kept_bytes) == (1, 128), "news may be late"
 
 
-def test_a_result_that_is_done_is_moved_but_not_sent(flight: Flight) -> None:
+def test_a_result_that_is_done_is_moved_but_not_sent(flight):
     submit(flight, operation(256), BOTH, 64, 0)
     for send in flight.refill(1.0):
         answer(flight, send)
@@ -226,7 +219,7 @@ def test_a_result_that_is_done_is_moved_but_not_sent(flight: Flight) -> None:
     assert flight.kept_bytes == 0
 
 
-def test_an_empty_result_is_kept(flight: Flight) -> None:
+def test_an_empty_result_is_kept(flight):
     submit(flight, operation(0), [LinkShard(0, 0, 0)], 64, 0)
     (send,) = flight.refill(1.0)
     assert answer(flight, send) == [0]
@@ -236,7 +229,7 @@ def test_an_empty_result_is_kept(flight: Flight) -> None:
     assert flight.kept(0, 0) is None
 
 
-def test_what_is_moved_is_sent_no_further_ahead_than_anything(flight: Flight) -> None:
+def test_what_is_moved_is_sent_no_further_ahead_than_anything(flight):
     flight.set_window(0, 1 << 30)
     for sequence in (0, MAX_ROUNDS_AHEAD - 1, MAX_ROUNDS_AHEAD):
         asked = operation(1)

@@ -1,12 +1,11 @@
 """Calls with names while rounds fail at random ranks: what is summed belongs together."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -20,12 +19,6 @@ from worker_client.fusion.fusion import Fusion
 from worker_client.fusion.negotiation import GivenUp
 from worker_client.fusion.tensor_queue import twin
 from worker_client.staging.wire_rule import WireRule
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from worker_client.protocol.operation import Operation
-    from worker_client.work import Work
 
 WORLD_SIZE = 3
 MOST = 4  # names that are known, or whose calls are counted
@@ -62,15 +55,13 @@ DISTURBED = st.builds(
 class Sums:
     """All-reduces without reducers: all ranks' n-th ones meet, and fail if their names differ."""
 
-    def __init__(self, failing: Collection[tuple[int, int]]) -> None:
+    def __init__(self, failing):
         self.failing = failing  # which rank does not get which sum
         self.lock = threading.RLock()
-        self.joined: list[dict[int, tuple[str, np.ndarray, Operation]]] = []
-        self.errors: dict[int, ReductionError] = {}
+        self.joined = []
+        self.errors = {}
 
-    def join(
-        self, rank: int, number: int, name: str, data: np.ndarray, operation: Operation
-    ) -> None:
+    def join(self, rank, number, name, data, operation):
         with self.lock:
             while len(self.joined) <= number:
                 self.joined.append({})
@@ -88,7 +79,7 @@ class Sums:
                     into[:] = 0 if lost else total
                     its.end(ReductionTimeout("at this rank alone") if lost else None)
 
-    def fail(self, number: int, error: ReductionError) -> None:
+    def fail(self, number, error):
         with self.lock:
             self.errors[number] = error
             for _, _, operation in self.joined[number].values():
@@ -100,19 +91,19 @@ class Channel:
 
     closing = in_callback = False
 
-    def __init__(self, sums: Sums, rank: int) -> None:
+    def __init__(self, sums, rank):
         self.sums, self.rank, self.number = sums, rank, 0
 
-        self.open: dict[int, tuple[Operation, float]] = {}
+        self.open = {}
 
-    def submit(self, operation: Operation) -> None:
+    def submit(self, operation):
         number = self.number
         self.number += 1
         self.open[number] = operation, time.monotonic() + operation.timeout_s
         data = np.frombuffer(operation.view, np.dtype(operation.dtype.name.lower()))
         self.sums.join(self.rank, number, str(operation.name), data, operation)
 
-    def wait(self, *_: Any) -> None:
+    def wait(self, *_):
         """Sums come by themselves, or too late."""
         for number, (operation, until) in list(self.open.items()):
             if operation.over:
@@ -120,7 +111,7 @@ class Channel:
             elif time.monotonic() > until:
                 self.sums.fail(number, ReductionTimeout("late"))
 
-    def stop(self) -> None:
+    def stop(self):
         """Nothing is open."""
 
 
@@ -130,7 +121,7 @@ class Rank:
     Each step has two names that recur, which are waited for, and one that does not.
     """
 
-    def __init__(self, sums: Sums, rank: int, impl: str, seed: int) -> None:
+    def __init__(self, sums, rank, impl, seed):
         self.rank = rank
         self.rng = random.Random(1000 * seed + rank)
         self.fusion = Fusion(
@@ -144,7 +135,7 @@ class Rank:
             wire=WireRule(None),
         )
 
-    def run(self, steps: range, timeout_s: float, disturbed: Disturbed) -> list[str]:
+    def run(self, steps, timeout_s, disturbed):
         """Make the calls of some steps; return how some failed. The others' sums are right."""
         fresh, failed = [], []
         for step in steps:
@@ -162,12 +153,12 @@ class Rank:
         return failed + failures(fresh)
 
 
-def failures(works: list[tuple[int, Work]]) -> list[str]:
+def failures(works):
     """Wait for calls by their numbers; return how some failed. The others' sums are right."""
     return [how for number, work in works if (how := failure(number, work))]
 
 
-def failure(number: int, work: Work) -> str | None:
+def failure(number, work):
     try:
         (total,) = work.wait()
     except ReductionError as error:
@@ -183,9 +174,7 @@ def failure(number: int, work: Work) -> str | None:
     phases=[Phase.generate],  # threads take turns as they like: smaller ones may not fail again
 )
 @given(DISTURBED, st.integers(0, 1000))
-def test_whatever_fails_where_only_calls_of_one_step_are_summed(
-    impl: str, disturbed: Disturbed, seed: int
-) -> None:
+def test_whatever_fails_where_only_calls_of_one_step_are_summed(impl, disturbed, seed):
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(WORLD_SIZE) as pool:
         patch.setattr(negotiation, "MOST_KNOWN", MOST)
         patch.setattr(fusion, "LOOK_S", 0.01)
@@ -203,7 +192,7 @@ def test_whatever_fails_where_only_calls_of_one_step_are_summed(
                 one.fusion.stop()
 
 
-def test_what_others_have_to_be_told_again_is_counted_from_the_same_base() -> None:
+def test_what_others_have_to_be_told_again_is_counted_from_the_same_base():
     fusion = Rank(Sums(()), 0, "plain", 0).fusion
     fusion._told, fusion._untold = [GivenUp("a", 5, "told")], [GivenUp("b", 1, "not yet")]
     fusion._rebase({"a": 3})

@@ -1,10 +1,7 @@
 """Ranks find out which tensors all of them have, in rounds without a network."""
 
-from __future__ import annotations
-
 import random
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -13,44 +10,27 @@ from reducer.wire.constants import DType, ReduceOp
 from worker_client.fusion import negotiation
 from worker_client.fusion.negotiation import JOIN, Decision, GivenUp, Key, Negotiation, Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
-
-def key(
-    name: str,
-    dtype: DType = DType.FLOAT32,
-    op: ReduceOp = ReduceOp.SUM,
-    n: int = 8,
-    *,
-    call: int = 0,
-    shape: str = "",
-) -> Key:
+def key(name, dtype=DType.FLOAT32, op=ReduceOp.SUM, n=8, *, call=0, shape=""):
     return Key(Tensor(name, dtype, op, n, shape=shape), call)
 
 
-def calls(count: int) -> list[Key]:
+def calls(count):
     return [key("a", call=call) for call in range(count)]
 
 
-def tensors(*keys: Key) -> list[Tensor]:
+def tensors(*keys):
     return [key.tensor for key in keys]
 
 
 class Ranks:
     """All ranks of a job; sums are exact and reach everybody that is present."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size):
         self.all = [Negotiation(rank, world_size) for rank in range(world_size)]
         self.sums = 0
 
-    def round(
-        self,
-        *has: list[Key],
-        absent: tuple[int, ...] = (),
-        given_up: tuple[int, GivenUp] | None = None,
-        counts: Mapping[str, int] = MappingProxyType({}),
-    ) -> list[Decision]:
+    def round(self, *has, absent=(), given_up=None, counts=MappingProxyType({})):
         """Make a round; every rank is told of the same, and only of what all present ranks have.
 
         `given_up`: which rank makes which call no more. `counts`: calls of each name.
@@ -66,14 +46,14 @@ class Ranks:
         assert len({tuple(decision.ready) for decision in decisions}) == 1
         return decisions
 
-    def exchange(self, asked: list[np.ndarray], present: Sequence[int]) -> None:
+    def exchange(self, asked, present):
         """Sum up what ranks ask, and what they then announce, if they do."""
         self._sum(asked)
         announced = [self.all[rank].hear() for rank in present]
         if announced[0] is not None:
             self._sum(announced)
 
-    def _sum(self, buffers: list[np.ndarray]) -> None:
+    def _sum(self, buffers):
         self.sums += 1
         assert len({buffer.size for buffer in buffers}) == 1
         total = np.sum(buffers, axis=0, dtype=np.uint8)
@@ -81,7 +61,7 @@ class Ranks:
             buffer[:] = total
 
 
-def test_what_all_have_is_ready_in_one_order() -> None:
+def test_what_all_have_is_ready_in_one_order():
     ranks = Ranks(3)
     a, b, c = key("a"), key("b"), key("c")
     decisions = ranks.round([a, b], [b, c, a], [c, b])
@@ -90,7 +70,7 @@ def test_what_all_have_is_ready_in_one_order() -> None:
     assert [rank.missing_ranks(c) for rank in ranks.all] == [(0,)] * 3
 
 
-def test_a_tensor_is_announced_once() -> None:
+def test_a_tensor_is_announced_once():
     ranks = Ranks(2)
     assert ranks.round([key("a")], [])[0].ready == []
     assert ranks.sums == 2
@@ -101,7 +81,7 @@ def test_a_tensor_is_announced_once() -> None:
     assert ranks.sums == 6
 
 
-def test_shapes_are_announced_where_they_are_given_and_once() -> None:
+def test_shapes_are_announced_where_they_are_given_and_once():
     ranks = Ranks(2)
     a, b = key("a", shape="(2, 1)"), key("b")
     ranks.round([a, b], [a, b])
@@ -112,7 +92,7 @@ def test_shapes_are_announced_where_they_are_given_and_once() -> None:
     assert ranks.all[0]._said == b""
 
 
-def test_nothing_at_some_rank_is_no_agreement() -> None:
+def test_nothing_at_some_rank_is_no_agreement():
     ranks = Ranks(2)
     assert ranks.round([], [key("a")])[1] == Decision([], {}, {}, {})
     assert ranks.all[1].missing_ranks(key("a")) == (0,)
@@ -128,7 +108,7 @@ def test_nothing_at_some_rank_is_no_agreement() -> None:
         (key("a", shape="(2,)"), "shape", "", "(2,)"),
     ],
 )
-def test_ranks_that_differ_are_named(other: Key, field: str, expected: object, got: object) -> None:
+def test_ranks_that_differ_are_named(other, field, expected, got):
     ranks = Ranks(3)
     assert ranks.round([key("a")], [], [other])[0].mismatched == {}, "rank 1 may have either"
     for decision in ranks.round([key("a"), key("b")], [key("a"), key("b")], [other, key("b")]):
@@ -141,7 +121,7 @@ def test_ranks_that_differ_are_named(other: Key, field: str, expected: object, g
     assert ranks.round([again], [again], [again])[0].ready == tensors(again)
 
 
-def test_after_a_failure_at_one_rank_calls_are_not_mixed_up() -> None:
+def test_after_a_failure_at_one_rank_calls_are_not_mixed_up():
     ranks = Ranks(3)
     first, second, third = calls(3)
     assert ranks.round([first], [first], [])[0].ready == []
@@ -157,7 +137,7 @@ def test_after_a_failure_at_one_rank_calls_are_not_mixed_up() -> None:
     assert ranks.round([third], [third], [third])[0].ready == tensors(third)
 
 
-def test_a_call_that_a_rank_gives_up_is_told_once_with_the_reason() -> None:
+def test_a_call_that_a_rank_gives_up_is_told_once_with_the_reason():
     ranks = Ranks(3)
     a, b = calls(2)
     for decision in ranks.round([b], [a], [a], given_up=(0, GivenUp("a", 0, "ConfigError: no"))):
@@ -171,14 +151,14 @@ def test_a_call_that_a_rank_gives_up_is_told_once_with_the_reason() -> None:
     assert [(one.ready, one.given_up) for one in again] == [(tensors(b), {})] * 3
 
 
-def test_a_rank_that_missed_what_another_gives_up_is_found() -> None:
+def test_a_rank_that_missed_what_another_gives_up_is_found():
     ranks = Ranks(2)
     ranks.all[0].ask([], [GivenUp("a", 0, "no")])
     ranks.round([], [], given_up=(0, GivenUp("a", 0, "no")))
     assert ranks.all[0].state != Negotiation(1, 2).state
 
 
-def test_the_last_call_waits_for_all_others() -> None:
+def test_the_last_call_waits_for_all_others():
     ranks = Ranks(2)
     a, join = key("a"), key(JOIN)
     ranks.round([join], [a])
@@ -189,7 +169,7 @@ def test_the_last_call_waits_for_all_others() -> None:
     assert ranks.all[0].wanted() == []
 
 
-def test_a_call_may_be_announced_before_the_one_that_precedes_it() -> None:
+def test_a_call_may_be_announced_before_the_one_that_precedes_it():
     ranks = Ranks(2)
     first, second, third = calls(3)
     ranks.round([], [second])
@@ -199,13 +179,13 @@ def test_a_call_may_be_announced_before_the_one_that_precedes_it() -> None:
     assert ranks.round([third], [third])[0].ready == tensors(third)
 
 
-def test_ranks_that_are_gone_are_not_waited_for() -> None:
+def test_ranks_that_are_gone_are_not_waited_for():
     ranks = Ranks(3)
     ranks.round([key("a")], [], [])
     assert ranks.round([key("a")], [], [key("a")], absent=(1,))[0].ready == tensors(key("a"))
 
 
-def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing() -> None:
+def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing():
     ranks = Ranks(3)
     has = [[key("a")], [key("a")], [key("a"), key("b")]]
     ranks._sum([one.ask(keys) for one, keys in zip(ranks.all, has, strict=True)])
@@ -217,7 +197,7 @@ def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing() -> 
     assert left[0].state == left[1].state
 
 
-def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_names_are_forgotten_by_all(monkeypatch):
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 10)
     ranks = Ranks(2)
     late, forgotten = key("late"), 0
@@ -235,9 +215,7 @@ def test_too_many_names_are_forgotten_by_all(monkeypatch: pytest.MonkeyPatch) ->
 COUNTS = {"a": 3, "b": 1, "c": 7}
 
 
-def test_counts_begin_anew_when_all_ranks_have_heard_from_where(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_counts_begin_anew_when_all_ranks_have_heard_from_where(monkeypatch):
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 2)
     ranks = Ranks(2)
     waiting = [key(name) for name in "efgh"]  # too many to be known: they are announced each time
@@ -251,9 +229,7 @@ def test_counts_begin_anew_when_all_ranks_have_heard_from_where(
     assert [one.bases for one in ranks.round([], [], counts=enough)] == [{}, {}]
 
 
-def test_a_rank_that_missed_the_bases_or_their_confirmation_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_missed_the_bases_or_their_confirmation_is_found(monkeypatch):
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 2)
     ranks = Ranks(2)
     for _ in range(2):
@@ -264,9 +240,7 @@ def test_a_rank_that_missed_the_bases_or_their_confirmation_is_found(
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_round_that_fails_at_one_rank_does_not_part_the_bases(
-    which: int, rank: int, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_fails_at_one_rank_does_not_part_the_bases(which, rank, times, monkeypatch):
     """Nothing is ready while ranks count from different bases, but before and after that."""
     monkeypatch.setattr(negotiation, "MOST_KNOWN", 2)
     ranks = Ranks(3)
@@ -289,14 +263,14 @@ def test_a_round_that_fails_at_one_rank_does_not_part_the_bases(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_is_reduced_whatever_the_order(seed: int) -> None:
+def test_all_is_reduced_whatever_the_order(seed):
     rng = random.Random(seed)
     world_size = rng.randint(1, 5)
     ranks = Ranks(world_size)
     keys = [key(f"t{at}", n=at) for at in range(rng.randint(1, 40))]
     to_come = [rng.sample(keys, len(keys)) for _ in range(world_size)]
-    has: list[list[Key]] = [[] for _ in range(world_size)]
-    done: list[Tensor] = []
+    has = [[] for _ in range(world_size)]
+    done = []
     while len(done) < len(keys):
         for rank in range(world_size):
             for _ in range(rng.randint(0, 6)):

@@ -1,9 +1,5 @@
 """Many arrays at once, reduced and broadcast over real reducers."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,12 +8,8 @@ from reducer.errors import ConfigError, MismatchError
 from tests.worker_client.waits import at_all
 from worker_client._packing import all_reduce_arrays, broadcast_arrays
 
-if TYPE_CHECKING:
-    from tests.worker_client.waits import Job
-    from worker_client.client.client import Client
 
-
-def arrays_of(rank: int) -> list[np.ndarray]:
+def arrays_of(rank):
     rng = np.random.default_rng(rank)
     return [
         rng.standard_normal((3, 5), np.float32),
@@ -30,7 +22,7 @@ def arrays_of(rank: int) -> list[np.ndarray]:
     ]
 
 
-def test_arrays_of_all_types_and_shapes_are_reduced(job: Job) -> None:
+def test_arrays_of_all_types_and_shapes_are_reduced(job):
     given = [[np.asarray(array) for array in arrays_of(rank)] for rank in range(3)]
     kept = [[array.copy() for array in arrays] for arrays in given]
     got = at_all(job(3), lambda client: all_reduce_arrays(client, given[client.rank], "mean"))
@@ -45,30 +37,30 @@ def test_arrays_of_all_types_and_shapes_are_reduced(job: Job) -> None:
             np.testing.assert_array_equal(array, was)
 
 
-def test_each_type_is_one_all_reduce(job: Job) -> None:
+def test_each_type_is_one_all_reduce(job):
     (client,) = job(1)
     made = []
     all_reduce = client.all_reduce
-    client.all_reduce = lambda *given: made.append(given) or all_reduce(*given)  # type: ignore[method-assign]
+    client.all_reduce = lambda *given: made.append(given) or all_reduce(*given)
     all_reduce_arrays(client, [np.asarray(array) for array in arrays_of(0)], "sum")
     assert len(made) == 4
 
 
-def test_no_arrays_are_no_error(job: Job) -> None:
+def test_no_arrays_are_no_error(job):
     (client,) = job(1)
     assert all_reduce_arrays(client, []) == []
     assert broadcast_arrays(client, []) == []
 
 
-def test_other_shapes_at_another_rank_are_a_mismatch(job: Job) -> None:
-    def call(client: Client) -> None:
+def test_other_shapes_at_another_rank_are_a_mismatch(job):
+    def call(client):
         with pytest.raises(MismatchError, match="rank"):
             all_reduce_arrays(client, [np.zeros(3 + client.rank, np.float32)])
 
     at_all(job(2), call)
 
 
-def test_every_rank_gets_the_roots_arrays(job: Job) -> None:
+def test_every_rank_gets_the_roots_arrays(job):
     given = [
         [
             *(np.asarray(array) for array in arrays_of(rank)),
@@ -84,7 +76,7 @@ def test_every_rank_gets_the_roots_arrays(job: Job) -> None:
             np.testing.assert_array_equal(one, expected)
 
 
-def test_what_has_no_bytes_of_its_own_is_refused(job: Job) -> None:
+def test_what_has_no_bytes_of_its_own_is_refused(job):
     (client,) = job(1)
     with pytest.raises(ConfigError, match="strings or other Python objects"):
         broadcast_arrays(client, [np.array(["a"], object)])

@@ -1,7 +1,5 @@
 """Which ranks share a node."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -12,7 +10,7 @@ import pytest
 from worker_client.communicators.placement import Place, arrange, host_identity
 
 
-def test_ranks_with_one_key_share_a_node() -> None:
+def test_ranks_with_one_key_share_a_node():
     for rank in range(6):
         place = arrange("000111", rank)
         assert place == Place(((0, 1, 2), (3, 4, 5)), rank // 3, rank % 3)
@@ -20,18 +18,18 @@ def test_ranks_with_one_key_share_a_node() -> None:
         assert place.across == (rank % 3, rank % 3 + 3)
 
 
-def test_launchers_may_deal_ranks_out_in_turn() -> None:
+def test_launchers_may_deal_ranks_out_in_turn():
     place = arrange(["b", "a", "c"] * 2, 4)
     assert place == Place(((0, 3), (1, 4), (2, 5)), 1, 1)
     assert place.across == (3, 4, 5)
 
 
 @pytest.mark.parametrize("keys", ["0", "0000", "0123", "00011", "0001"])
-def test_one_node_single_ranks_and_unequal_nodes_have_no_hierarchy(keys: str) -> None:
+def test_one_node_single_ranks_and_unequal_nodes_have_no_hierarchy(keys):
     assert arrange(keys, 0) is None
 
 
-def test_a_host_is_itself() -> None:
+def test_a_host_is_itself():
     assert host_identity() == host_identity()
 
 
@@ -44,7 +42,7 @@ print(host_identity())
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare"), reason="hides a boot's number: needs root"
 )
-def test_a_host_that_hides_its_boot_is_itself_as_well() -> None:
+def test_a_host_that_hides_its_boot_is_itself_as_well():
     """A sandbox may have the file, and nothing in it that can be read."""
     script = 'mount --bind /proc/$$/mem /proc/sys/kernel/random/boot_id && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", IDENTITY]

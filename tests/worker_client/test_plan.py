@@ -1,9 +1,5 @@
 """Which link carries what: lanes, weights, and plans that are kept."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,27 +11,24 @@ from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.link import Link
 from worker_client.protocol.shard_map import Plan
 
-if TYPE_CHECKING:
-    from worker_client.protocol.flight import LinkShard
-
 KIB = 1 << 10
 MIB = 1 << 20
 
 
-def links(*places: tuple[int, int]) -> list[Link]:
+def links(*places):
     """Links to (reducer, lane), in this order."""
     return [
         Link(index, reducer, lane, f"here:{index}") for index, (reducer, lane) in enumerate(places)
     ]
 
 
-def made(weights: tuple[int, ...], among: list[Link], chunk_bytes: int = 0) -> Plan:
+def made(weights, among, chunk_bytes=0):
     plan = Plan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts)
     plan.use(among, dict.fromkeys(range(len(weights)), MAX_LANES))
     return plan
 
 
-def cut(plan: Plan, nbytes: int, sequence: int) -> list[LinkShard]:
+def cut(plan, nbytes, sequence):
     parts, _ = plan.cut(nbytes, sequence, DType.INT8)
     return parts
 
@@ -48,9 +41,7 @@ def cut(plan: Plan, nbytes: int, sequence: int) -> list[LinkShard]:
         st.sampled_from([DType.INT8, DType.FLOAT64, DType.BLOCK8]), min_size=1, max_size=3
     ),
 )
-def test_a_plan_that_was_kept_is_the_one_that_would_be_made(
-    weights: list[int], sizes: list[int], chunk_bytes: int, dtypes: list[DType]
-) -> None:
+def test_a_plan_that_was_kept_is_the_one_that_would_be_made(weights, sizes, chunk_bytes, dtypes):
     plan = made(tuple(weights), links(*((r, 0) for r in range(len(weights)))), chunk_bytes)
     for call, nbytes in enumerate(sizes):
         for sequence in (number(call), number(call, FIRST_PLACE + 1)):
@@ -61,14 +52,14 @@ def test_a_plan_that_was_kept_is_the_one_that_would_be_made(
                 assert size == 7 * nbytes + len(parts)  # as `made` says
 
 
-def test_calls_and_the_all_reduces_of_each_begin_in_turn_at_every_reducer() -> None:
+def test_calls_and_the_all_reduces_of_each_begin_in_turn_at_every_reducer():
     plan = made((1, 1, 1), links((0, 0), (1, 0), (2, 0)))
     numbers = [number(call, place) for call in range(3) for place in (1, 2, 3)]
     first = [cut(plan, 9 * MIB, sequence)[0].link for sequence in numbers]
     assert first == [0, 1, 2, 1, 2, 0, 2, 0, 1]
 
 
-def test_lanes_divide_their_reducers_part_in_any_order_of_joining() -> None:
+def test_lanes_divide_their_reducers_part_in_any_order_of_joining():
     early = made((2, 1), links((0, 0), (1, 0), (0, 1), (0, 2)))
     late = made((2, 1), links((1, 0), (0, 2), (0, 0), (0, 1)))
     sizes = [part.end - part.start for part in cut(early, 9 * MIB, 0)]
@@ -78,7 +69,7 @@ def test_lanes_divide_their_reducers_part_in_any_order_of_joining() -> None:
     assert [part.link for part in cut(two, 9 * MIB, 0)] == [2, 1, 0]
 
 
-def test_a_new_link_makes_new_plans() -> None:
+def test_a_new_link_makes_new_plans():
     among = links((0, 0), (1, 0))
     plan = made((1, 1), among[:1])
     assert [part.link for part in cut(plan, MIB, 0)] == [0]
@@ -86,7 +77,7 @@ def test_a_new_link_makes_new_plans() -> None:
     assert [part.link for part in cut(plan, MIB, number(1))] == [1, 0]  # begins elsewhere
 
 
-def test_only_reducers_that_are_used_get_anything() -> None:
+def test_only_reducers_that_are_used_get_anything():
     among = links((0, 0), (1, 0), (2, 0), (1, 1))
     plan = made((1, 1, 1), among)
     assert {part.link for part in cut(plan, 9 * MIB, 0)} == {0, 1, 2, 3}
@@ -100,7 +91,7 @@ def test_only_reducers_that_are_used_get_anything() -> None:
     assert {part.link for part in cut(plan, 9 * MIB, 3)} == {0, 1, 2, 3}
 
 
-def test_few_plans_are_kept(monkeypatch) -> None:
+def test_few_plans_are_kept(monkeypatch):
     monkeypatch.setattr(shard_map, "_KEPT_PLANS", 3)
     plan = made((1,), links((0, 0)))
     for sequence, nbytes in enumerate((1, 2, 3, 4, 1, 2)):
@@ -108,7 +99,7 @@ def test_few_plans_are_kept(monkeypatch) -> None:
         assert len(plan.known) <= 3
 
 
-def test_what_a_reducer_owns_beside_the_largest_owner() -> None:
+def test_what_a_reducer_owns_beside_the_largest_owner():
     pool, rank, none = links((0, 0), (1, 0), (2, 0))
     plan = made((6, 2, 0), [pool, rank, none])
     assert [plan.share(link) for link in (pool, rank, none)] == [1.0, 1 / 3, 0.0]

@@ -1,13 +1,10 @@
 """Ranks that meet in a new membership: who has what of earlier calls, and who is present."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,9 +20,6 @@ from worker_client.protocol.link import Link
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 NBYTES = 24
 LOST = RankLostError("rank 7 died", rank=7)
 UNDONE, DONE, FAILED = "undone", "done", "failed"
@@ -36,17 +30,17 @@ OPS = {ReduceOp.MAX: np.max, ReduceOp.MIN: np.min, ReduceOp.SUM: np.sum}
 class Table:
     """Where ranks meet: an all-reduce among threads."""
 
-    def __init__(self, ranks: int) -> None:
-        self.asked: list[str | None] = []
-        self._arrays: list[Operation | None] = [None] * ranks
+    def __init__(self, ranks):
+        self.asked = []
+        self._arrays = [None] * ranks
         self._barrier = threading.Barrier(ranks, self._reduce, timeout=10)
 
-    def ask(self, rank: int, question: Operation) -> None:
+    def ask(self, rank, question):
         question.sequence = len(self.asked)
         self._arrays[rank] = question
         self._barrier.wait()
 
-    def _reduce(self) -> None:
+    def _reduce(self):
         first = self._arrays[0]
         assert first is not None
         assert len({(one.name, one.view.nbytes, one.op) for one in self._arrays}) == 1
@@ -57,15 +51,15 @@ class Table:
         self.asked.append(first.name)
 
 
-def contribution(number: int, rank: int) -> bytes:
+def contribution(number, rank):
     return bytes([1 + number, 1 + rank] * (NBYTES // 2))
 
 
-def result(number: int) -> bytes:
+def result(number):
     return bytes([128 + number] * NBYTES)
 
 
-def enter(known: ReplayLog, number: int, rank: int) -> Entry:
+def enter(known, number, rank):
     """A rank makes its next call."""
     buffer = bytearray(contribution(number, rank))
     entry = Entry(Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0))
@@ -73,12 +67,12 @@ def enter(known: ReplayLog, number: int, rank: int) -> Entry:
     return entry
 
 
-def get(known: ReplayLog, number: int) -> Entry | None:
+def get(known, number):
     ((entry, _),) = known.calls(number, number + 1)
     return entry
 
 
-def journal(rank: int, states: Sequence[str]) -> ReplayLog:
+def journal(rank, states):
     """What a rank knows of calls 0, 1, ..."""
     known = ReplayLog()
     for number, state in enumerate(states):
@@ -92,9 +86,7 @@ def journal(rank: int, states: Sequence[str]) -> ReplayLog:
     return known
 
 
-def meet(
-    states: Sequence[Sequence[str]],
-) -> tuple[list[ReplayLog], list[Reconciliation], list[str | None]]:
+def meet(states):
     """Let ranks meet that know calls to be in these states."""
     ranks = len(states)
     table = Table(ranks)
@@ -102,7 +94,7 @@ def meet(
     return journals, gather(table, journals), table.asked
 
 
-def gather(table: Table, journals: list[ReplayLog]) -> list[Reconciliation]:
+def gather(table, journals):
     """Run every rank's side of a meeting."""
     spec = JobSpec("job", 0, 0, len(journals), ("r:1",), 1 << 20)
     meetings = [
@@ -117,14 +109,14 @@ def gather(table: Table, journals: list[ReplayLog]) -> list[Reconciliation]:
     return meetings
 
 
-def test_a_call_that_is_made_during_a_meeting_ends_as_the_others_have() -> None:
+def test_a_call_that_is_made_during_a_meeting_ends_as_the_others_have():
     """It has failed at rank 0, so it fails at rank 1: at once, or as soon as it is made."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(200):
             late = ReplayLog()
-            made: list[Entry] = []
+            made = []
             caller = threading.Thread(
                 target=lambda made=made, late=late: made.append(enter(late, 0, 1))
             )
@@ -137,7 +129,7 @@ def test_a_call_that_is_made_during_a_meeting_ends_as_the_others_have() -> None:
         sys.setswitchinterval(interval)
 
 
-def test_who_lacks_a_result_gets_it_from_who_has_it() -> None:
+def test_who_lacks_a_result_gets_it_from_who_has_it():
     journals, meetings, _ = meet([[DONE, UNDONE], [UNDONE, DONE], [UNDONE, UNDONE]])
     for known in journals:
         assert [entry.result for entry in known] == [result(0), result(1)]
@@ -146,7 +138,7 @@ def test_who_lacks_a_result_gets_it_from_who_has_it() -> None:
     assert [len(meeting.ends) for meeting in meetings] == [1, 1, 2]
 
 
-def test_what_nobody_has_can_be_made_again_with_the_contribution() -> None:
+def test_what_nobody_has_can_be_made_again_with_the_contribution():
     journals, meetings, asked = meet([[DONE, UNDONE], [DONE, UNDONE]])
     assert len(asked) == 1, "there is nothing to supply"
     for rank, known in enumerate(journals):
@@ -157,14 +149,14 @@ def test_what_nobody_has_can_be_made_again_with_the_contribution() -> None:
     assert [meeting.ends for meeting in meetings] == [[], []]
 
 
-def test_what_failed_at_one_rank_fails_at_all_that_have_no_result() -> None:
+def test_what_failed_at_one_rank_fails_at_all_that_have_no_result():
     journals, _, _ = meet([[FAILED, DONE], [UNDONE, DONE], [DONE, DONE]])
     assert isinstance(get(journals[0], 0).error, ReductionTimeout)
     assert get(journals[1], 0).error is LOST
     assert get(journals[2], 0).result == result(0)
 
 
-def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> None:
+def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less():
     journals, _, _ = meet([[DONE, DONE, DONE, UNDONE], [DONE, DONE, UNDONE]])
     journals[0].prune(2)
     assert [entry.result for entry in journals[1]][2] == result(2)
@@ -177,7 +169,7 @@ def test_ranks_that_forgot_what_all_have_and_ranks_that_have_begun_less() -> Non
 
 
 @given(st.data())
-def test_whatever_they_have(data: st.DataObject) -> None:
+def test_whatever_they_have(data):
     ranks = data.draw(st.integers(2, 4))
     made = [data.draw(st.integers(0, 5)) for _ in range(ranks)]
     states = []
@@ -212,7 +204,7 @@ POOL = JobSpec("job", 3, 1, 4, ("a:1", "b:1"), 1 << 20)
 LINKS = [Link(0, 0, 0, "a:1"), Link(1, 1, 0, "b:1"), Link(2, 0, 1, "a:2")]
 
 
-def test_a_membership_is_named_by_who_is_in_it() -> None:
+def test_a_membership_is_named_by_who_is_in_it():
     whole = Membership.whole(POOL)
     without = whole.without({0}, LINKS)
     assert without.present == (1, 2, 3)
@@ -228,7 +220,7 @@ def test_a_membership_is_named_by_who_is_in_it() -> None:
     assert len(Membership.whole(long).without({0}, []).spec.job.encode()) <= MAX_JOB_NAME_BYTES
 
 
-def test_the_reducers_of_lost_hosts_are_left_out() -> None:
+def test_the_reducers_of_lost_hosts_are_left_out():
     mixed = replace(
         POOL,
         reducers=("a:1", "h0:1", "h1:1", "h2:1", "h3:1"),
@@ -245,7 +237,7 @@ def test_the_reducers_of_lost_hosts_are_left_out() -> None:
     ("lost", "may"),
     [({0}, True), ({3}, True), ({2, 3}, True), ({0, 2}, False), ({0, 2, 3}, False)],
 )
-def test_no_two_groups_go_on_beside_each_other(lost: set[int], may: bool) -> None:
+def test_no_two_groups_go_on_beside_each_other(lost, may):
     whole = Membership.whole(POOL)
     assert whole.without(lost, []).may_follow(whole) is may
     if len(lost) < 4 and 1 not in lost:
@@ -254,13 +246,13 @@ def test_no_two_groups_go_on_beside_each_other(lost: set[int], may: bool) -> Non
         assert not (may and others.may_follow(whole))
 
 
-def test_a_rank_that_is_lost_itself_is_told_so() -> None:
+def test_a_rank_that_is_lost_itself_is_told_so():
     with pytest.raises(RankLostError) as error:
         Membership.whole(POOL).without({1}, [])
     assert error.value.rank == 1
 
 
-def test_errors_name_the_ranks_as_the_job_numbers_them() -> None:
+def test_errors_name_the_ranks_as_the_job_numbers_them():
     whole = Membership.whole(POOL)
     present = whole.without({0}, [])
     lost = RankLostError("rank 2 died", rank=2)

@@ -1,13 +1,10 @@
 """The latest calls of each rank: what the files tell, and what the doctor finds in them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,10 +17,6 @@ from worker_client.client import recording
 from worker_client.client.client import Client
 from worker_client.commands.doctor.dumps import examine_dumps
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 DOCTOR = (sys.executable, "-c", "from worker_client.cli import main; main()", "doctor")
@@ -31,25 +24,19 @@ SIZES = (1000, 2000, 300, 40, 5000, 60)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+def server():
     with reducer_here() as server:
         yield server.address
 
 
 @pytest.fixture
-def dumps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def dumps(monkeypatch, tmp_path):
     directory = tmp_path / "dumps"
     monkeypatch.setenv("REDUCTION_DUMP", str(directory))
     return directory
 
 
-def train(
-    client: Client,
-    left_out: tuple[int, int, int] = (-1, -1, -1),
-    *,
-    named: bool = False,
-    sizes: tuple[int, ...] = SIZES,
-) -> None:
+def train(client, left_out=(-1, -1, -1), *, named=False, sizes=SIZES):
     """Make three steps; `left_out`: rank, step and layer of a call that it does not make."""
     for step in range(3):
         works = []
@@ -61,10 +48,10 @@ def train(
             work.wait()
 
 
-def trained(server: str, job: str, ranks: int, steps: Callable[[Client], None]) -> list[str]:
+def trained(server, job, ranks, steps):
     """Train in one thread for each rank; return the errors of all."""
 
-    def to_the_end(client: Client) -> str:
+    def to_the_end(client):
         try:
             with client:
                 steps(client)
@@ -76,7 +63,7 @@ def trained(server: str, job: str, ranks: int, steps: Callable[[Client], None]) 
         return list(pool.map(to_the_end, clients))
 
 
-def test_who_left_a_call_out_is_named(server: str, dumps: Path) -> None:
+def test_who_left_a_call_out_is_named(server, dumps):
     errors = trained(server, "skip", 3, lambda client: train(client, (2, 2, 3)))
     assert any("all-reduce 15" in error for error in errors)
     (found,) = examine_dumps(dumps)
@@ -85,7 +72,7 @@ def test_who_left_a_call_out_is_named(server: str, dumps: Path) -> None:
     assert "went on with the one after it, mean of Float [5000x2]" in found.message
 
 
-def test_who_left_a_call_out_is_named_by_what_follows(server: str, dumps: Path) -> None:
+def test_who_left_a_call_out_is_named_by_what_follows(server, dumps):
     sizes = (300, 40) * 3  # each size comes after the other one
     trained(server, "first", 3, lambda client: train(client, (1, 0, 2), sizes=sizes))
     (found,) = examine_dumps(dumps)
@@ -94,7 +81,7 @@ def test_who_left_a_call_out_is_named_by_what_follows(server: str, dumps: Path) 
     assert "went on with the one after it" in found.message
 
 
-def test_who_left_the_last_call_out_is_named(server: str, dumps: Path) -> None:
+def test_who_left_the_last_call_out_is_named(server, dumps):
     steps = lambda client: train(client, (0, 1, 2), sizes=(7, 7, 7))  # noqa: E731 (as above)
     trained(server, "short", 3, steps)
     (found,) = examine_dumps(dumps)
@@ -102,15 +89,15 @@ def test_who_left_the_last_call_out_is_named(server: str, dumps: Path) -> None:
     assert "its last one is 7; all are of one size" in found.message
 
 
-def test_who_left_a_named_call_out_is_named(server: str, dumps: Path) -> None:
+def test_who_left_a_named_call_out_is_named(server, dumps):
     trained(server, "named/skip", 3, lambda client: train(client, (1, 2, 3), named=True))
     (found,) = examine_dumps(dumps)
     assert (found.rank, found.call, found.name) == (1, 2, "layer3.weight")
     assert "rank 1 did not make call 3 of 'layer3.weight' (mean of Float [40x2]" in found.message
 
 
-def test_those_who_wait_in_an_earlier_call_are_not_accused(server: str, dumps: Path) -> None:
-    def steps(client: Client) -> None:
+def test_those_who_wait_in_an_earlier_call_are_not_accused(server, dumps):
+    def steps(client):
         for layer, size in enumerate(SIZES):
             if (client.rank, layer) != (2, 3):
                 client.all_reduce(np.ones(size, np.float32), name=f"layer{layer}").wait()
@@ -120,8 +107,8 @@ def test_those_who_wait_in_an_earlier_call_are_not_accused(server: str, dumps: P
     assert (found.rank, found.call, found.name) == (2, 0, "layer3")
 
 
-def test_calls_by_name_have_the_same_places_in_all_files(server: str, dumps: Path) -> None:
-    def steps(client: Client) -> None:
+def test_calls_by_name_have_the_same_places_in_all_files(server, dumps):
+    def steps(client):
         names = ["a", "b", "c"] if client.rank else ["c", "a", "b"]
         for _ in range(2):
             works = [client.all_reduce(np.ones(3, np.float32), name=name) for name in names]
@@ -140,8 +127,8 @@ def test_calls_by_name_have_the_same_places_in_all_files(server: str, dumps: Pat
     assert sorted(places[0].values()) == [*range(6)]
 
 
-def test_who_made_another_call_is_named(server: str, dumps: Path) -> None:
-    def steps(client: Client) -> None:
+def test_who_made_another_call_is_named(server, dumps):
+    def steps(client):
         train(client)
         client.all_reduce(np.ones(8 if client.rank == 1 else 9, np.float32)).wait()
 
@@ -151,7 +138,7 @@ def test_who_made_another_call_is_named(server: str, dumps: Path) -> None:
     assert "made another all-reduce 18 than 2 other ranks: mean of Float [8]" in found.message
 
 
-def test_calls_that_fit_together_are_no_finding(server: str, dumps: Path) -> None:
+def test_calls_that_fit_together_are_no_finding(server, dumps):
     assert trained(server, "well", 2, train) == ["", ""]
     assert examine_dumps(dumps) == []
     said = run_command(*DOCTOR, "--dump", dumps)
@@ -161,15 +148,15 @@ def test_calls_that_fit_together_are_no_finding(server: str, dumps: Path) -> Non
     )
 
 
-def test_of_two_ranks_nobody_is_accused_without_a_reason(server: str, dumps: Path) -> None:
+def test_of_two_ranks_nobody_is_accused_without_a_reason(server, dumps):
     trained(server, "pair", 2, lambda client: train(client, (0, 2, 3)))
     (found,) = examine_dumps(dumps)
     assert (found.rank, found.call) == (None, 15)
     assert "it shows of none which one is wrong" in found.message
 
 
-def test_a_refused_call_by_name_is_no_call_of_the_others(server: str, dumps: Path) -> None:
-    def steps(client: Client) -> None:
+def test_a_refused_call_by_name_is_no_call_of_the_others(server, dumps):
+    def steps(client):
         for _ in range(2):
             client.all_reduce(np.ones(2, np.float32), name="x").wait()
         if client.rank == 0:
@@ -185,10 +172,10 @@ def test_a_refused_call_by_name_is_no_call_of_the_others(server: str, dumps: Pat
 
 
 @pytest.mark.parametrize("name", [b"abc", ("a", 1), 7, ["x"]])
-def test_a_name_that_is_none_costs_the_file_nothing(server: str, dumps: Path, name: object) -> None:
-    def steps(client: Client) -> None:
+def test_a_name_that_is_none_costs_the_file_nothing(server, dumps, name):
+    def steps(client):
         with pytest.raises(ConfigError):
-            client.all_reduce(np.ones(2, np.float32), name=name)  # type: ignore[arg-type]
+            client.all_reduce(np.ones(2, np.float32), name=name)
         client.all_reduce(np.ones(2, np.float32)).wait()
 
     assert trained(server, "odd-name", 1, steps) == [""]
@@ -197,8 +184,8 @@ def test_a_name_that_is_none_costs_the_file_nothing(server: str, dumps: Path, na
     assert examine_dumps(dumps) == []
 
 
-def test_a_child_leaves_its_parents_file_alone(server: str, dumps: Path) -> None:
-    def steps(client: Client) -> None:
+def test_a_child_leaves_its_parents_file_alone(server, dumps):
+    def steps(client):
         client.all_reduce(np.ones(2, np.float32)).wait()
         child = os.fork()
         if child == 0:
@@ -214,13 +201,13 @@ def test_a_child_leaves_its_parents_file_alone(server: str, dumps: Path) -> None
     assert len(document(dumps, "forked", 0)["entries"]) == 2
 
 
-def test_a_run_is_not_compared_with_an_earlier_one(server: str, dumps: Path) -> None:
+def test_a_run_is_not_compared_with_an_earlier_one(server, dumps):
     assert trained(server, "again", 3, train) == [""] * 3
     trained(server, "again", 2, lambda client: train(client, sizes=(5, 6)))
     assert examine_dumps(dumps) == []
 
 
-def test_a_generation_has_files_of_its_own(server: str, dumps: Path) -> None:
+def test_a_generation_has_files_of_its_own(server, dumps):
     for generation in range(2):
         with joined(1, servers=server, job="restarted", generation=generation) as (client,):
             client.all_reduce(np.ones(2, np.float32)).wait()
@@ -230,11 +217,11 @@ def test_a_generation_has_files_of_its_own(server: str, dumps: Path) -> None:
     }
 
 
-def test_a_disk_that_hangs_keeps_nobody_waiting(server: str, dumps: Path) -> None:
+def test_a_disk_that_hangs_keeps_nobody_waiting(server, dumps):
     (dumps / "hangs").mkdir(parents=True)
     os.mkfifo(dumps / "hangs" / "calls-0.tmp")  # who opens it waits for a reader
 
-    def steps(client: Client) -> None:
+    def steps(client):
         with pytest.raises(MismatchError):
             client.all_reduce(np.ones(1 + client.rank, np.float32)).wait(10)
 
@@ -247,7 +234,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(server: str, dumps: Path) -> Non
         os.close(descriptor)
 
 
-def test_a_rank_without_a_file_is_missed(server: str, dumps: Path) -> None:
+def test_a_rank_without_a_file_is_missed(server, dumps):
     trained(server, "lost", 3, lambda client: train(client, (2, 2, 3)))
     (dumps / "lost" / "calls-2.json").unlink()
     said = run_command(*DOCTOR, "--json", "--dump", dumps)
@@ -267,19 +254,19 @@ def test_a_rank_without_a_file_is_missed(server: str, dumps: Path) -> None:
         ('{"entries": [], "reduction": {"job": 1, "ranks": "x"}}', "is no file of a rank's calls"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+def test_what_cannot_be_read_is_refused(tmp_path, text, message):
     if text is not None:
         (tmp_path / "calls-0.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         examine_dumps(tmp_path)
 
 
-def document(dumps: Path, job: str, rank: int) -> dict[str, Any]:
+def document(dumps, job, rank):
     return dict(json.loads((dumps / job / f"calls-{rank}.json").read_bytes()))
 
 
-def test_the_file_is_bounded(server: str, dumps: Path) -> None:
-    def steps(client: Client) -> None:
+def test_the_file_is_bounded(server, dumps):
+    def steps(client):
         for _ in range(recording.KEPT + 20):
             client.all_reduce(np.ones(1, np.float32)).wait()
 
@@ -291,8 +278,8 @@ def test_the_file_is_bounded(server: str, dumps: Path) -> None:
     assert all(created <= completed for created, completed in times)
 
 
-def test_a_refused_call_uses_its_number_up(server: str, dumps: Path) -> None:
-    def steps(client: Client) -> None:
+def test_a_refused_call_uses_its_number_up(server, dumps):
+    def steps(client):
         with pytest.raises(ConfigError):
             client.all_reduce(np.ones(3, np.complex64))
         client.decline(ValueError("not today"))
@@ -306,7 +293,7 @@ def test_a_refused_call_uses_its_number_up(server: str, dumps: Path) -> None:
     assert made["reduction"]["error"] is None
 
 
-def test_the_file_says_who_is_connected_and_who_is_slow(server: str, dumps: Path) -> None:
+def test_the_file_says_who_is_connected_and_who_is_slow(server, dumps):
     with joined(1, servers=server, job="told") as (client,):
         (link,) = client._ordered.flat.session.links
         link.straggler = Straggler(rank=0, cause="slow", share=0.5, median_s=0.1)
@@ -318,21 +305,19 @@ def test_the_file_says_who_is_connected_and_who_is_slow(server: str, dumps: Path
     assert (about["rank"], about["present"], about["joined_late"]) == (0, [0], False)
 
 
-def test_what_cannot_be_written_fails_no_call(
-    server: str, dumps: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_written_fails_no_call(server, dumps, caplog):
     dumps.write_text("a file")
     errors = trained(server, "unwritten", 2, lambda client: train(client, (1, 2, 3)))
     assert any("all-reduce 15" in error for error in errors)
     assert "could not be written (REDUCTION_DUMP)" in caplog.text
 
 
-def test_nothing_is_recorded_unless_asked_for(server: str) -> None:
+def test_nothing_is_recorded_unless_asked_for(server):
     with joined(1, servers=server, job="plain") as (client,):
         assert type(client) is Client
 
 
-def test_pytorchs_analyzer_reads_the_files(server: str, dumps: Path) -> None:
+def test_pytorchs_analyzer_reads_the_files(server, dumps):
     trained(server, "analyzed", 3, lambda client: train(client, (2, 2, 3)))
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
     said = subprocess.run(

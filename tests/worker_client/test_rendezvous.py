@@ -1,11 +1,8 @@
 """Where ranks meet: what their jobs are called, and what they hear if they cannot meet."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -24,25 +21,22 @@ from worker_client.client.bootstrap import Topology
 from worker_client.client.rendezvous import Rendezvous
 from worker_client.config import NAMED
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 torch = pytest.importorskip("torch", reason="needs torch")
 
 
-def none(timeout_s: float) -> None:
+def none(timeout_s):
     raise AssertionError("nobody asked for a group")
 
 
-def group(name: str) -> Rendezvous:
+def group(name):
     return Rendezvous(0, [0], torch.distributed.HashStore(), make_private=none, name=name)
 
 
-def test_a_group_without_a_name_has_its_job_to_itself() -> None:
+def test_a_group_without_a_name_has_its_job_to_itself():
     assert group("").named("train") == "train"
 
 
-def test_groups_of_one_job_have_names_that_fit() -> None:
+def test_groups_of_one_job_have_names_that_fit():
     assert group("3").named("train") == "train.3"
     long = "ä" * (MAX_JOB_NAME_BYTES // 2)
     names = {group(name).named(long) for name in ("1", "2")}
@@ -50,14 +44,14 @@ def test_groups_of_one_job_have_names_that_fit() -> None:
     assert all(len(name.encode()) <= MAX_JOB_NAME_BYTES for name in names)
 
 
-def test_a_name_that_is_cut_begins_with_what_a_key_is_bound_to() -> None:
+def test_a_name_that_is_cut_begins_with_what_a_key_is_bound_to():
     owned = "k" * MAX_OWNER_BYTES
     name = group("3").named(f"{owned}/{'long' * 30}")
     assert owner(name) == owned
     assert len(name) <= MAX_JOB_NAME_BYTES - len(NAMED)
 
 
-def test_ranks_of_a_run_share_what_others_have_not() -> None:
+def test_ranks_of_a_run_share_what_others_have_not():
     said = []
     for _ in range(2):
         store = torch.distributed.HashStore()
@@ -70,7 +64,7 @@ def test_ranks_of_a_run_share_what_others_have_not() -> None:
 
 
 @pytest.mark.parametrize("kept", ["memory", "file"])
-def test_what_is_withdrawn_is_gone(kept: str, tmp_path: Path) -> None:
+def test_what_is_withdrawn_is_gone(kept, tmp_path):
     dist = torch.distributed
     store = dist.HashStore() if kept == "memory" else dist.FileStore(str(tmp_path / "store"), 2)
     ranks = [Rendezvous(rank, [0, 1], store, timeout_s=0.2) for rank in range(2)]
@@ -84,7 +78,7 @@ def test_what_is_withdrawn_is_gone(kept: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["memory", "file"])
-def test_a_rank_that_does_not_come_is_named(kept: str, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_is_named(kept, tmp_path):
     dist = torch.distributed
     store = dist.HashStore() if kept == "memory" else dist.FileStore(str(tmp_path / "store"), 2)
     waiting = Rendezvous(0, [4, 7], store, timeout_s=0.2)
@@ -93,11 +87,11 @@ def test_a_rank_that_does_not_come_is_named(kept: str, tmp_path: Path) -> None:
     assert one.value.missing == (7,)
 
 
-def test_a_rank_that_fails_in_any_way_keeps_nobody_waiting() -> None:
+def test_a_rank_that_fails_in_any_way_keeps_nobody_waiting():
     store = torch.distributed.HashStore()
     ranks = [Rendezvous(rank, [4, 7], store, timeout_s=0.2) for rank in range(2)]
 
-    def fail() -> str:
+    def fail():
         raise OSError("too many open files")
 
     with pytest.raises(OSError, match="too many"):
@@ -115,7 +109,7 @@ sys.stdin.read()
 """
 
 
-def test_a_store_that_is_gone_is_no_rank_that_is_late() -> None:
+def test_a_store_that_is_gone_is_no_rank_that_is_late():
     with ranks(environments(1), "-c", KEEPER, talk=True) as (keeper,):
         port = int(keeper.stdout.readline())
         store = torch.distributed.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20))
@@ -124,7 +118,7 @@ def test_a_store_that_is_gone_is_no_rank_that_is_late() -> None:
         assert waiting.read("run", 1) == "here"
         threading.Timer(0.2, keeper.kill).start()
 
-        def share() -> None:
+        def share():
             for _ in range(100):  # the first is written before the system knows
                 waiting.share("run", "still here")
                 time.sleep(0.01)
@@ -150,13 +144,11 @@ POOL = ("10.0.0.5:5555", "10.0.0.6:5555")
         ((Topology(True, POOL), Topology(False, POOL)), "REDUCTION_EMBEDDED", (0, 1)),
     ],
 )
-def test_ranks_that_look_for_reducers_elsewhere_say_so(
-    topologies: tuple[Topology, Topology], field: str, ill: tuple[int, ...]
-) -> None:
+def test_ranks_that_look_for_reducers_elsewhere_say_so(topologies, field, ill):
     store = torch.distributed.HashStore()
-    found: dict[int, ReductionError] = {}
+    found = {}
 
-    def start(rank: int) -> None:
+    def start(rank):
         try:
             group = Rendezvous(rank, [0, 1], store, timeout_s=20.0)
             bootstrap._agree_on_topology(group, topologies[rank])

@@ -1,7 +1,5 @@
 """Threads that serve a client: they start late and once, whatever interrupts the start."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -10,17 +8,17 @@ from worker_client.runtime import service_thread
 from worker_client.runtime.service_thread import ServiceThread
 
 
-def test_it_serves_its_queue_from_the_first_start_on() -> None:
-    got: list[int | None] = []
-    current: list[bool] = []
+def test_it_serves_its_queue_from_the_first_start_on():
+    got = []
+    current = []
 
-    def run() -> None:
+    def run():
         current.append(thread.is_current)
         assert thread.wait_for_end(), "a thread does not wait for its own end"
         while (item := thread.queue.get()) is not None:
             got.append(item)
 
-    thread: ServiceThread[int | None] = ServiceThread("of a test", run)
+    thread = ServiceThread("of a test", run)
     thread.queue.put(1)
     assert thread.wait_for_end(), "it has not started"
     thread.start()
@@ -34,9 +32,9 @@ def test_it_serves_its_queue_from_the_first_start_on() -> None:
     assert (got, current) == ([1, 2], [True])
 
 
-def test_a_start_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_was_interrupted_is_made_up_for(monkeypatch):
     started = threading.Event()
-    thread: ServiceThread[None] = ServiceThread("of a test", started.set)
+    thread = ServiceThread("of a test", started.set)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -46,14 +44,14 @@ def test_a_start_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyP
     assert started.wait(10)
 
 
-def interrupted(_: threading.Thread) -> None:
+def interrupted(_):
     raise KeyboardInterrupt
 
 
-def test_one_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_does_not_end_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(service_thread, "STOP_S", 0.01)
     end = threading.Event()
-    thread: ServiceThread[None] = ServiceThread("of a test", end.wait)
+    thread = ServiceThread("of a test", end.wait)
     thread.start()
     assert not thread.wait_for_end()
     end.set()

@@ -1,7 +1,5 @@
 """Which reducers are in use, and who takes over the chunks of those that are lost."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 
@@ -15,7 +13,7 @@ from worker_client.protocol.shard_map import ShardMap, Stage
 LOSSES = st.lists(st.integers(0, 4), max_size=5, unique=True)
 
 
-def without(*lost: int, reducers: int = 5, adopts: bool = False) -> ShardMap:
+def without(*lost, reducers=5, adopts=False):
     """A map of reducers of which some are lost; perhaps it goes on with others then."""
     made = ShardMap(reducers, adopts=adopts)
     for reducer in lost:
@@ -23,16 +21,16 @@ def without(*lost: int, reducers: int = 5, adopts: bool = False) -> ShardMap:
     return made
 
 
-def adopting(*lost: int) -> ShardMap:
+def adopting(*lost):
     return without(*lost, reducers=3, adopts=True)
 
 
-def heirs(made: ShardMap, reducer: int, chunks: int = 60, epoch: int = 0) -> list[int | None]:
+def heirs(made, reducer, chunks=60, epoch=0):
     return [made.heir(reducer, number, epoch) for number in range(chunks)]
 
 
 @given(losses=LOSSES, other=st.randoms(use_true_random=False))
-def test_ranks_with_the_same_losses_choose_the_same_heirs(losses: list[int], other) -> None:
+def test_ranks_with_the_same_losses_choose_the_same_heirs(losses, other):
     mine = without(*losses)
     other.shuffle(losses)
     theirs = without(*losses)
@@ -41,7 +39,7 @@ def test_ranks_with_the_same_losses_choose_the_same_heirs(losses: list[int], oth
 
 
 @given(losses=LOSSES)
-def test_an_heir_is_in_use(losses: list[int]) -> None:
+def test_an_heir_is_in_use(losses):
     made = without(*losses)
     for reducer in losses:
         expected = set(range(5)) - set(losses) or {None}
@@ -50,19 +48,19 @@ def test_an_heir_is_in_use(losses: list[int]) -> None:
 
 
 @pytest.mark.parametrize("reducers", [2, 3, 5, 8])
-def test_chunks_are_spread_evenly_over_the_heirs(reducers: int) -> None:
+def test_chunks_are_spread_evenly_over_the_heirs(reducers):
     for lost in range(reducers):
         shares = Counter(heirs(without(lost, reducers=reducers), lost, 10 * (reducers - 1)))
         assert shares == dict.fromkeys(set(range(reducers)) - {lost}, 10)
 
 
-def test_neighbours_get_different_heirs() -> None:
+def test_neighbours_get_different_heirs():
     found = heirs(without(2), 2)
     assert all(one != other for one, other in pairwise(found))
 
 
 @given(losses=LOSSES.filter(len), second=st.integers(0, 4))
-def test_a_second_loss_moves_the_chunks_of_that_one_alone(losses: list[int], second: int) -> None:
+def test_a_second_loss_moves_the_chunks_of_that_one_alone(losses, second):
     before = heirs(without(*losses), losses[0])
     made = without(*losses)
     made.lose(second, Stage(0))
@@ -70,7 +68,7 @@ def test_a_second_loss_moves_the_chunks_of_that_one_alone(losses: list[int], sec
     assert all(old in (new, second) for old, new in zip(before, after, strict=True))
 
 
-def test_a_loss_is_news_once() -> None:
+def test_a_loss_is_news_once():
     made = without(1)
     assert made.knows(1, Stage(0))
     assert made.lost() == {1: Stage(0)}
@@ -83,7 +81,7 @@ def test_a_loss_is_news_once() -> None:
     assert not made.knows(0, Stage(0))
 
 
-def test_a_loss_that_is_heard_late_says_nothing_of_the_epoch_that_is_there_now() -> None:
+def test_a_loss_that_is_heard_late_says_nothing_of_the_epoch_that_is_there_now():
     made = ShardMap(3)
     made.agree([True] * 3)
     made.lose(1, Stage(0))
@@ -93,7 +91,7 @@ def test_a_loss_that_is_heard_late_says_nothing_of_the_epoch_that_is_there_now()
     assert made.lost() == {}
 
 
-def test_a_reducer_that_all_can_use_again_serves_what_begins_from_then_on() -> None:
+def test_a_reducer_that_all_can_use_again_serves_what_begins_from_then_on():
     made = without(1, reducers=3)
     made.agree([True, False, True])
     assert (made.epoch, made.base) == (1, (0, 2))
@@ -109,7 +107,7 @@ def test_a_reducer_that_all_can_use_again_serves_what_begins_from_then_on() -> N
     assert not made.is_past(1, Stage(2))
 
 
-def test_chunks_of_an_old_epoch_are_no_longer_anybodys_if_all_of_it_are_lost() -> None:
+def test_chunks_of_an_old_epoch_are_no_longer_anybodys_if_all_of_it_are_lost():
     made = ShardMap(3)
     made.agree([True, True, False])
     made.lose(0, Stage(1))
@@ -120,19 +118,19 @@ def test_chunks_of_an_old_epoch_are_no_longer_anybodys_if_all_of_it_are_lost() -
     assert made.heir(0, 0, 7) is None, "nobody knows that epoch"
 
 
-def test_what_no_rank_can_use_leaves_things_as_they_were() -> None:
+def test_what_no_rank_can_use_leaves_things_as_they_were():
     made = ShardMap(2)
     made.agree([False, False])
     assert (made.epoch, made.base) == (1, (0, 1))
 
 
-def test_a_hosted_reducer_is_used_whatever_a_rank_says() -> None:
+def test_a_hosted_reducer_is_used_whatever_a_rank_says():
     made = ShardMap(3, hosted={2: 0})
     made.agree([True, False, False])
     assert made.base == (0, 2)
 
 
-def test_beginning_anew_uses_all_from_then_on() -> None:
+def test_beginning_anew_uses_all_from_then_on():
     made = without(0, 1, 2, reducers=3)
     assert not any(made.uses(reducer) for reducer in range(3))
     made.renew(2)
@@ -141,7 +139,7 @@ def test_beginning_anew_uses_all_from_then_on() -> None:
     assert heirs(made, 0, 4) == [None] * 4, "what was begun before has nobody"
 
 
-def test_old_epochs_are_forgotten() -> None:
+def test_old_epochs_are_forgotten():
     made = ShardMap(2)
     for _ in range(300):
         made.agree([True, True])
@@ -150,7 +148,7 @@ def test_old_epochs_are_forgotten() -> None:
     assert made.heir(0, 0, 0) is None
 
 
-def test_when_all_are_lost_the_first_that_is_there_takes_all() -> None:
+def test_when_all_are_lost_the_first_that_is_there_takes_all():
     made = adopting(0, 1)
     assert made.stage() == Stage(0)
     assert made.adopted is None
@@ -164,7 +162,7 @@ def test_when_all_are_lost_the_first_that_is_there_takes_all() -> None:
     assert not made.intact
 
 
-def test_one_that_was_not_in_use_takes_the_place_of_all() -> None:
+def test_one_that_was_not_in_use_takes_the_place_of_all():
     made = adopting(2)
     made.agree([True, True, False])
     for reducer in (0, 1):
@@ -177,7 +175,7 @@ def test_one_that_was_not_in_use_takes_the_place_of_all() -> None:
 
 
 @given(losses=st.lists(st.tuples(st.integers(0, 2), st.integers(0, LAST_STAGE)), max_size=12))
-def test_the_stage_follows_from_what_is_lost_in_any_order(losses: list[tuple[int, int]]) -> None:
+def test_the_stage_follows_from_what_is_lost_in_any_order(losses):
     mine, theirs = adopting(), adopting()
     for reducer, stage in losses:
         mine.lose(reducer, Stage(0, stage))
@@ -188,7 +186,7 @@ def test_the_stage_follows_from_what_is_lost_in_any_order(losses: list[tuple[int
     assert all(not mine.knows(reducer, mine.stage()) for reducer in mine.used())
 
 
-def test_what_was_begun_earlier_goes_on_in_a_later_stage() -> None:
+def test_what_was_begun_earlier_goes_on_in_a_later_stage():
     made = adopting(0)
     made.agree([False, True, True])
     for reducer in (1, 2):  # lost for what was begun in epoch 0 as well
@@ -199,7 +197,7 @@ def test_what_was_begun_earlier_goes_on_in_a_later_stage() -> None:
     assert made.heir(1, 0, 0) == made.heir(1, 0, 1) == 1
 
 
-def test_a_loss_of_a_rank_that_waits_for_the_answer_after_the_next_is_not_the_end() -> None:
+def test_a_loss_of_a_rank_that_waits_for_the_answer_after_the_next_is_not_the_end():
     made = adopting(0, 1, 2)
     for reducer in range(3):
         made.lose(reducer, Stage(2))
@@ -207,7 +205,7 @@ def test_a_loss_of_a_rank_that_waits_for_the_answer_after_the_next_is_not_the_en
     assert made.adopted == 0
 
 
-def test_after_the_last_stage_all_are_lost() -> None:
+def test_after_the_last_stage_all_are_lost():
     made = adopting(0, 1, 2)
     for reducer in range(3):
         made.lose(reducer, made.final)
@@ -217,7 +215,7 @@ def test_after_the_last_stage_all_are_lost() -> None:
     assert made.fresh() == 3
 
 
-def test_a_hosted_reducer_takes_no_others_place() -> None:
+def test_a_hosted_reducer_takes_no_others_place():
     made = ShardMap(3, hosted={2: 0}, adopts=True)
     made.lose(0, Stage(0))
     made.lose(1, Stage(0))

@@ -1,13 +1,12 @@
 """Both twins of what is done with every named tensor: accepted or refused alike, packed, ended."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,29 +20,23 @@ from worker_client.fusion.negotiation import Tensor
 from worker_client.fusion.tensor_queue import twin
 from worker_client.work import Work
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-    from worker_client.fusion.tensor_queue import Submissions
-
-    Submit = Callable[..., Any]
+Submit = Callable[..., Any]
 
 THRESHOLD = 1000
 TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def notified() -> list[float]:
+def notified():
     return []
 
 
 @pytest.fixture(params=NAMES)
-def submissions(request: pytest.FixtureRequest, notified: list[float]) -> Submissions:
+def submissions(request, notified):
     lock = threading.RLock()
 
     class Changed(threading.Condition):
-        def notify_all(self) -> None:
+        def notify_all(self):
             super().notify_all()  # raises unless the lock is held
             notified.append(time.monotonic())
 
@@ -52,10 +45,8 @@ def submissions(request: pytest.FixtureRequest, notified: list[float]) -> Submis
 
 
 @pytest.fixture
-def submit(submissions: Submissions) -> Submit:
-    def submit(
-        data: Any, op: Any = "sum", name: Any = "x", timeout: Any = None, exact: bool = False
-    ) -> Any:
+def submit(submissions):
+    def submit(data, op="sum", name="x", timeout=None, exact=False):
         return submissions.submit(data, op, name, timeout, exact)
 
     return submit
@@ -74,7 +65,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("dtype", ARRAYS)
-def test_what_an_array_is(submissions: Submissions, submit: Submit, dtype: DType) -> None:
+def test_what_an_array_is(submissions, submit, dtype):
     array = ARRAYS[dtype].copy()
     for call in range(2):  # the second time the name is known
         request = submit(array, ReduceOp.MAX, "grad")
@@ -89,7 +80,7 @@ def test_what_an_array_is(submissions: Submissions, submit: Submit, dtype: DType
         submissions.requests.clear()
 
 
-def test_a_name_may_have_another_shape_at_another_time(submissions: Submissions) -> None:
+def test_a_name_may_have_another_shape_at_another_time(submissions):
     array = np.ones(6, np.float32)
     for shape in ("(2, 3)", "(3, 2)", "(3, 2)", ""):
         request = submissions.submit(array, "sum", "grad", None, False, shape)
@@ -97,16 +88,14 @@ def test_a_name_may_have_another_shape_at_another_time(submissions: Submissions)
         submissions.requests.clear()
 
 
-def test_a_name_may_be_exact_at_one_time_and_not_at_another(
-    submissions: Submissions, submit: Submit
-) -> None:
+def test_a_name_may_be_exact_at_one_time_and_not_at_another(submissions, submit):
     array = np.ones(5, np.float32)
     for exact in (False, True, True, False):
         assert submit(array, exact=exact).tensor.exact is exact
         submissions.requests.clear()
 
 
-def test_the_memory_is_what_was_accepted(submit: Submit) -> None:
+def test_the_memory_is_what_was_accepted(submit):
     array = np.arange(4, dtype=np.float32)
     request = submit(array)
     array.flags.writeable = False
@@ -120,9 +109,7 @@ def test_the_memory_is_what_was_accepted(submit: Submit) -> None:
     assert view.tobytes() == array.tobytes()
 
 
-def test_a_name_may_stand_for_something_else_later(
-    submissions: Submissions, submit: Submit
-) -> None:
+def test_a_name_may_stand_for_something_else_later(submissions, submit):
     seen = []
     for data, op in [
         (np.ones(4, np.float32), "sum"),
@@ -143,13 +130,13 @@ def test_a_name_may_stand_for_something_else_later(
     assert submissions.calls == {"x": 5}
 
 
-def test_as_many_names_as_one_likes(submit: Submit) -> None:
+def test_as_many_names_as_one_likes(submit):
     array = np.ones(1, np.float32)
     for number in range(negotiation.MOST_KNOWN + 10):
         assert submit(array, "sum", f"{number}").tensor.name == f"{number}"
 
 
-def test_torchs_reductions_are_taken(submit: Submit) -> None:
+def test_torchs_reductions_are_taken(submit):
     ops = pytest.importorskip("torch.distributed", reason="needs torch").ReduceOp
     for at, (op, ours) in enumerate({ops.SUM: "SUM", ops.AVG: "MEAN", ops.MAX: "MAX"}.items()):
         assert submit(np.ones(3), op, f"{at}").tensor.op.name == ours
@@ -177,9 +164,7 @@ def test_torchs_reductions_are_taken(submit: Submit) -> None:
         ({"timeout": -1}, "timeout"),
     ],
 )
-def test_what_is_refused_leaves_nothing(
-    submissions: Submissions, submit: Submit, arguments: dict[str, Any], words: str
-) -> None:
+def test_what_is_refused_leaves_nothing(submissions, submit, arguments, words):
     good = np.ones(3, np.float32)
     submit(good)  # so that the name is known
     submissions.requests.clear()
@@ -190,7 +175,7 @@ def test_what_is_refused_leaves_nothing(
     assert submissions.news_bytes == 12
 
 
-def test_one_of_a_name_at_a_time(submissions: Submissions, submit: Submit) -> None:
+def test_one_of_a_name_at_a_time(submissions, submit):
     first = submit(np.ones(3))
     with pytest.raises(ConfigError, match="'x' is in progress: wait for it"):
         submit(np.ones(3))
@@ -198,7 +183,7 @@ def test_one_of_a_name_at_a_time(submissions: Submissions, submit: Submit) -> No
     assert submissions.calls == {"x": 1}
 
 
-def test_nothing_is_accepted_after_the_end(submissions: Submissions, submit: Submit) -> None:
+def test_nothing_is_accepted_after_the_end(submissions, submit):
     submissions.refusal = LocalProtocolError("it was shut down")
     with pytest.raises(LocalProtocolError, match="it was shut down") as raised:
         submit(np.ones(3))
@@ -206,15 +191,13 @@ def test_nothing_is_accepted_after_the_end(submissions: Submissions, submit: Sub
     assert not submissions.requests
 
 
-def test_deadlines(submit: Submit) -> None:
+def test_deadlines(submit):
     now = time.monotonic()
     assert 0 <= submit(np.ones(3)).deadline - now - TIMEOUT_S < 30
     assert 0 <= submit(np.ones(3), name="y", timeout="500s").deadline - now - 500 < 30
 
 
-def test_news_are_told_when_they_begin_and_when_they_are_enough(
-    submissions: Submissions, submit: Submit, notified: list[float]
-) -> None:
+def test_news_are_told_when_they_begin_and_when_they_are_enough(submissions, submit, notified):
     assert submissions.news_since is None
     for number, times in [(0, 1), (1, 1), (2, 2), (3, 3)]:
         submit(np.ones(100, np.float32), name=f"{number}")
@@ -231,7 +214,7 @@ def test_news_are_told_when_they_begin_and_when_they_are_enough(
 # -- packing ------------------------------------------------------------------------------------
 
 
-def test_packed_reduced_and_ended(submissions: Submissions, submit: Submit) -> None:
+def test_packed_reduced_and_ended(submissions, submit):
     grid = np.arange(12, dtype=np.float32).reshape(3, 4)
     columns = grid[:, ::2]  # a copy is reduced, and written back
     arrays = [
@@ -256,14 +239,14 @@ def test_packed_reduced_and_ended(submissions: Submissions, submit: Submit) -> N
     assert arrays[3].tolist() == [2, 2, 2]
 
 
-def test_nothing_to_pack(submissions: Submissions, submit: Submit) -> None:
+def test_nothing_to_pack(submissions, submit):
     requests = [submit(np.ones(0), name=name) for name in "ab"]
     submissions.pack(requests, memoryview(bytearray()))
     submissions.unpack(requests, memoryview(bytearray()))
     assert all(request.done() for request in requests)
 
 
-def test_one_that_has_failed_before_stays_so(submissions: Submissions, submit: Submit) -> None:
+def test_one_that_has_failed_before_stays_so(submissions, submit):
     request, other = submit(np.ones(1)), submit(np.ones(1), name="y")
     request.end(ReductionTimeout("too late"))
     submissions.unpack([request, other], memoryview(bytearray(16)))
@@ -274,14 +257,12 @@ def test_one_that_has_failed_before_stays_so(submissions: Submissions, submit: S
 
 
 @pytest.mark.parametrize("line", range(12))
-def test_a_future_that_is_asked_for_while_all_ends(
-    submissions: Submissions, submit: Submit, line: int
-) -> None:
+def test_a_future_that_is_asked_for_while_all_ends(submissions, submit, line):
     request = submit(np.ones(1))
     end = threading.Thread(target=submissions.unpack, args=([request], memoryview(bytearray(8))))
     lines = 0
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
+    def trace(frame, event, argument):
         nonlocal lines
         if frame.f_code is Work.future.__code__ and event == "line":
             if lines == line:
@@ -303,9 +284,7 @@ def test_a_future_that_is_asked_for_while_all_ends(
     assert request.future() is future
 
 
-def test_memory_is_free_when_nobody_holds_the_handle(
-    submissions: Submissions, submit: Submit
-) -> None:
+def test_memory_is_free_when_nobody_holds_the_handle(submissions, submit):
     array = np.ones(10, np.float32)
     request = submit(array)
     submissions.requests.clear()
@@ -316,9 +295,7 @@ def test_memory_is_free_when_nobody_holds_the_handle(
     assert ended() is None
 
 
-def test_a_handle_that_its_own_callback_holds_is_collected(
-    submissions: Submissions, submit: Submit
-) -> None:
+def test_a_handle_that_its_own_callback_holds_is_collected(submissions, submit):
     request = submit(np.ones(10, np.float32)[::2])  # of which a copy is lent
     request.future().add_done_callback(lambda _, held=request: held)
     submissions.requests.clear()

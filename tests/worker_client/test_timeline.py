@@ -1,13 +1,10 @@
 """Timelines: what their files hold at any time, and several of them on one clock."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,19 +17,12 @@ from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 from worker_client.commands.timeline import Clock, Process, Round, Span, align, described, merge
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.worker_client.slow_device import Devices
-    from worker_client.client.client import Client
-
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 ABOUT = {"kind": "rank", "rank": 0, "job": "job"}
 
 
-def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
+def events(path, kind="X"):
     """The events of one kind, from a file that must be whole."""
     return [event for event in json.loads(path.read_bytes()) if event["ph"] == kind]
 
@@ -41,14 +31,14 @@ def events(path: Path, kind: str = "X") -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Timeline]:
+def lines(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "FLUSH_S", 0.01)
     made = Timeline(tmp_path / "folder" / "file.json", "a process", ABOUT, most_bytes=20_000)
     yield made
     made.close()
 
 
-def test_the_file_is_whole_at_any_time(lines: Timeline, tmp_path: Path) -> None:
+def test_the_file_is_whole_at_any_time(lines, tmp_path):
     path = tmp_path / "folder" / "file.json"
     assert events(path, "i")[0]["args"]["rank"] == 0
     for number in range(50):
@@ -59,7 +49,7 @@ def test_the_file_is_whole_at_any_time(lines: Timeline, tmp_path: Path) -> None:
     assert {event["dur"] for event in events(path)} == {500_000.0}
 
 
-def test_what_overlaps_is_in_lanes_of_its_own(lines: Timeline, tmp_path: Path) -> None:
+def test_what_overlaps_is_in_lanes_of_its_own(lines, tmp_path):
     parts = (("first", 0.0, 2.0), ("second", 2.0, 3.0))
     lines.slice("track", "short", (1.0, 2.0), {})
     lines.slice("track", "long", (0.0, 3.0), {}, parts)
@@ -67,7 +57,7 @@ def test_what_overlaps_is_in_lanes_of_its_own(lines: Timeline, tmp_path: Path) -
     lines.slice("other", "elsewhere", (0.0, 9.0), {})
     lines.close()
     path = tmp_path / "folder" / "file.json"
-    lanes: dict[int, list[str]] = {}
+    lanes = {}
     for event in events(path):
         lanes.setdefault(event["tid"], []).append(event["name"])
     assert list(lanes.values()) == [
@@ -83,9 +73,7 @@ def test_what_overlaps_is_in_lanes_of_its_own(lines: Timeline, tmp_path: Path) -
     assert [names[tid] for tid in lanes] == ["track", "track 2", "other"]
 
 
-def test_the_file_is_bounded(
-    lines: Timeline, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_file_is_bounded(lines, tmp_path, caplog):
     for number in range(1000):
         lines.slice("track", "slice", (number, number + 1), {"text": "x" * 100})
         time.sleep(0.0001)
@@ -96,9 +84,7 @@ def test_the_file_is_bounded(
     assert "is full: what follows is left out" in caplog.text
 
 
-def test_what_nobody_could_write_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_nobody_could_write_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_WAITING", 10)
     monkeypatch.setattr(timeline, "FLUSH_S", 60)
     made = Timeline(tmp_path / "file.json", "a process", ABOUT)
@@ -110,7 +96,7 @@ def test_what_nobody_could_write_is_counted(
     assert events(tmp_path / "file.json", "i")[-1]["name"] == "15 events are missing"
 
 
-def test_what_is_logged_is_shown(lines: Timeline, tmp_path: Path) -> None:
+def test_what_is_logged_is_shown(lines, tmp_path):
     mine = logging.getLogger("tests.timeline")
     handler = LogEvents(lines, logging.WARNING)
     mine.addHandler(handler)
@@ -122,7 +108,7 @@ def test_what_is_logged_is_shown(lines: Timeline, tmp_path: Path) -> None:
     assert [(one["name"], one["args"]["level"]) for one in told] == [("a warning", "warning")]
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with reducer_here() as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDUCTION_TIMELINE", str(tmp_path / "file"))
@@ -134,7 +120,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[tuple[list[Client], Path]]:
+def job(tmp_path):
     """Two ranks at one reducer, all of which write timelines into a directory."""
     with reducer_here(timeline=tmp_path) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDUCTION_TIMELINE", str(tmp_path))
@@ -142,15 +128,15 @@ def job(tmp_path: Path) -> Iterator[tuple[list[Client], Path]]:
             yield clients, tmp_path
 
 
-def at_both(clients: list[Client], step: Any) -> None:
+def at_both(clients, step):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(step, clients))
 
 
-def test_the_parts_of_an_all_reduce_are_all_of_it(job: tuple[list[Client], Path]) -> None:
+def test_the_parts_of_an_all_reduce_are_all_of_it(job):
     clients, directory = job
 
-    def step(client: Client) -> None:
+    def step(client):
         for size in (1, 1000, 1_000_000):
             if client.rank == 1:
                 time.sleep(0.05)
@@ -176,10 +162,10 @@ def test_the_parts_of_an_all_reduce_are_all_of_it(job: tuple[list[Client], Path]
             assert max(found[at + 3]["dur"] for at in heads) >= 25_000
 
 
-def test_a_reducer_shows_whom_it_waited_for(job: tuple[list[Client], Path]) -> None:
+def test_a_reducer_shows_whom_it_waited_for(job):
     clients, directory = job
 
-    def step(client: Client) -> None:
+    def step(client):
         for _ in range(3):
             if client.rank == 1:
                 time.sleep(0.2)  # on a busy machine the other one comes late, too
@@ -190,7 +176,7 @@ def test_a_reducer_shows_whom_it_waited_for(job: tuple[list[Client], Path]) -> N
         client.shutdown()
     (path,) = directory.glob("reducer-*.json")
 
-    def shown() -> list[dict[str, Any]]:
+    def shown():
         calls = [one["args"] for one in events(path) if one.get("args", {}).get("job") == "a/job"]
         return [its for its in calls if its["nbytes"] == 4000]
 
@@ -202,10 +188,10 @@ def test_a_reducer_shows_whom_it_waited_for(job: tuple[list[Client], Path]) -> N
     assert [one["name"] for one in events(path)].count("waited for rank 1") >= 2
 
 
-def test_named_tensors_show_how_long_they_were_negotiated(job: tuple[list[Client], Path]) -> None:
+def test_named_tensors_show_how_long_they_were_negotiated(job):
     clients, directory = job
 
-    def step(client: Client) -> None:
+    def step(client):
         works = [client.all_reduce(np.ones(9, np.float32), name=f"t{at}") for at in range(3)]
         for work in works:
             work.wait()
@@ -220,10 +206,10 @@ def test_named_tensors_show_how_long_they_were_negotiated(job: tuple[list[Client
     assert any(one["name"].startswith("tensors ") for one in negotiation)
 
 
-def test_a_failure_is_shown(job: tuple[list[Client], Path]) -> None:
+def test_a_failure_is_shown(job):
     clients, directory = job
 
-    def step(client: Client) -> None:
+    def step(client):
         with pytest.raises(MismatchError):
             client.all_reduce(np.ones(1 + client.rank, np.float32)).wait()
 
@@ -238,9 +224,7 @@ def test_a_failure_is_shown(job: tuple[list[Client], Path]) -> None:
     assert failed["args"]["bytes"] == 8
 
 
-def test_a_tensor_on_a_device_shows_its_copies(
-    job: tuple[list[Client], Path], devices: Devices
-) -> None:
+def test_a_tensor_on_a_device_shows_its_copies(job, devices):
     import torch  # noqa: PLC0415 (the fixture skips without it)
 
     clients, directory = job
@@ -256,7 +240,7 @@ def test_a_tensor_on_a_device_shows_its_copies(
     ]
 
 
-def test_what_came_before_a_timeline_is_not_on_it(tmp_path: Path) -> None:
+def test_what_came_before_a_timeline_is_not_on_it(tmp_path):
     with reducer_here() as server, joined(1, servers=server.address) as (client,):
         client.all_reduce(np.ones(77, np.float32)).wait()
         client.start_timeline(tmp_path / "later.json")
@@ -274,15 +258,13 @@ def test_what_came_before_a_timeline_is_not_on_it(tmp_path: Path) -> None:
     assert 4 * 77 not in {its.get("bytes") for its in shown}
 
 
-def test_what_the_disk_has_no_room_for_is_left_out(
-    lines: Timeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_disk_has_no_room_for_is_left_out(lines, tmp_path, monkeypatch):
     path = tmp_path / "folder" / "file.json"
     lines.slice("track", "before", (0.0, 1.0), {})
     eventually(lambda: len(events(path)) == 1)
     real = os.pwrite
 
-    def short(file: int, data: bytes, offset: int) -> int:
+    def short(file, data, offset):
         return real(file, data[: len(data) // 2] if len(data) > 50 else data, offset)
 
     monkeypatch.setattr(os, "pwrite", short)
@@ -291,9 +273,7 @@ def test_what_the_disk_has_no_room_for_is_left_out(
     assert [event["name"] for event in events(path)] == ["before"]
 
 
-def test_a_line_that_cannot_be_formatted_is_shown_by_logging(
-    lines: Timeline, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_cannot_be_formatted_is_shown_by_logging(lines, capsys, monkeypatch):
     mine, handler = logging.getLogger("tests.timeline"), LogEvents(lines, logging.WARNING)
     monkeypatch.setattr(mine, "propagate", False)
     mine.addHandler(handler)
@@ -302,7 +282,7 @@ def test_a_line_that_cannot_be_formatted_is_shown_by_logging(
     assert capsys.readouterr().err.count("Logging error") == 1
 
 
-def test_the_timeline_of_an_earlier_reducer_is_kept(tmp_path: Path) -> None:
+def test_the_timeline_of_an_earlier_reducer_is_kept(tmp_path):
     with reducer_here(timeline=tmp_path) as server:
         address = server.address
     with reducer_here(timeline=tmp_path, bind=f"tcp://{address}"):
@@ -312,7 +292,7 @@ def test_the_timeline_of_an_earlier_reducer_is_kept(tmp_path: Path) -> None:
 # -- one clock ----------------------------------------------------------------------------------
 
 
-def shifted(path: Path, into: Path, host: str, ahead_us: float) -> Path:
+def shifted(path, into, host, ahead_us):
     """A file as a host would have written it whose clock is ahead."""
     found = json.loads(path.read_bytes())
     for event in found:
@@ -333,10 +313,10 @@ AHEAD_US = {"rank0": 0.0, "rank1": 5_000_000.0, "reducer": -1_234_567.0}
 
 
 @pytest.fixture
-def files(job: tuple[list[Client], Path]) -> list[Path]:
+def files(job):
     clients, directory = job
 
-    def step(client: Client) -> None:
+    def step(client):
         for _ in range(30):
             client.all_reduce(np.ones(100, np.float32)).wait()
 
@@ -348,7 +328,7 @@ def files(job: tuple[list[Client], Path]) -> list[Path]:
     return [*(directory / f"a%2Fjob-rank{rank}.json" for rank in range(2)), reducer]
 
 
-def test_clocks_are_found_from_the_messages(files: list[Path], tmp_path: Path) -> None:
+def test_clocks_are_found_from_the_messages(files, tmp_path):
     moved = [
         shifted(path, tmp_path / "moved", host, ahead_us)
         for path, (host, ahead_us) in zip(files, AHEAD_US.items(), strict=True)
@@ -364,7 +344,7 @@ def test_clocks_are_found_from_the_messages(files: list[Path], tmp_path: Path) -
     assert max(event["ts"] for event in merged) < 60e6
 
 
-def test_one_host_has_one_clock(files: list[Path], tmp_path: Path) -> None:
+def test_one_host_has_one_clock(files, tmp_path):
     output = files[0].parent / "timeline.json"
     (clock,), left_out = merge([files[0].parent], output)
     assert left_out == []
@@ -375,12 +355,12 @@ def test_one_host_has_one_clock(files: list[Path], tmp_path: Path) -> None:
     assert events(output) == first
 
 
-def a_process(host: str, kind: str, begun_us: float = 0.0, **about: Any) -> Process:
+def a_process(host, kind, begun_us=0.0, **about):
     about |= {"boot": host, "host": host, "kind": kind, "wall_ns": 1_000_000_000}
     return Process(None, about, [{"ph": "i", "ts": begun_us, "name": "begins"}])
 
 
-def test_bounds_add_up_along_a_path() -> None:
+def test_bounds_add_up_along_a_path():
     key = ("job", 0, 1)
     first, second = (a_process(f"rank{rank}", "rank", rank=rank) for rank in range(2))
     reducer = a_process("reducer", "reducer")
@@ -393,14 +373,14 @@ def test_bounds_add_up_along_a_path() -> None:
     assert clocks["rank1"] == Clock("rank1", -975.0, 55.0)
 
 
-def test_who_shares_no_all_reduce_is_placed_by_the_wall_clock() -> None:
+def test_who_shares_no_all_reduce_is_placed_by_the_wall_clock():
     first, other = a_process("a", "rank", 500.0, rank=0), a_process("b", "rank", 700.0, rank=1)
     clock = align([first, other])["b"]
     assert clock.offset_us == -200.0
     assert "was taken from the wall clocks" in described(clock)
 
 
-def test_clocks_that_contradict_each_other_are_not_believed() -> None:
+def test_clocks_that_contradict_each_other_are_not_believed():
     rank, reducer = a_process("rank0", "rank", rank=0), a_process("reducer", "reducer")
     for number, ahead_us in enumerate((0.0, 5000.0)):
         rank.spans["job", 0, number] = Span(0, 100.0, 200.0)
@@ -409,7 +389,7 @@ def test_clocks_that_contradict_each_other_are_not_believed() -> None:
     assert "contradict each other" in described(align([rank, reducer])["reducer"])
 
 
-def test_ranks_are_known_by_the_numbers_of_their_membership() -> None:
+def test_ranks_are_known_by_the_numbers_of_their_membership():
     key = ("job~2", 0, 1)  # rank 0 was lost; of ranks 1 and 2, which go on, rank 2 is the second
     rank, reducer = a_process("rank2", "rank", rank=2), a_process("reducer", "reducer")
     rank.spans[key] = Span(1, 100.0, 1200.0)
@@ -418,7 +398,7 @@ def test_ranks_are_known_by_the_numbers_of_their_membership() -> None:
     assert align([rank, reducer])["reducer"] == Clock("reducer", 15.0, 25.0)
 
 
-def test_what_is_merged_already_is_left_out(files: list[Path], tmp_path: Path) -> None:
+def test_what_is_merged_already_is_left_out(files, tmp_path):
     folder = files[0].parent
     (folder / "empty.json").write_text("")
     merge([folder], folder / "one.json")
@@ -430,7 +410,7 @@ def test_what_is_merged_already_is_left_out(files: list[Path], tmp_path: Path) -
     assert len(events(folder / "one.json")) == len(events(folder / "two.json"))
 
 
-def test_a_clock_is_described() -> None:
+def test_a_clock_is_described():
     assert described(Clock("h", -1500.0, 20.0)) == (
         "host h: its clock is 1.500 ms ahead, give or take 0.020 ms"
     )
@@ -438,7 +418,7 @@ def test_a_clock_is_described() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '[{"name": "begins", "ph": "i", "args": {}}]'])
-def test_what_is_no_timeline_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_timeline_is_refused(tmp_path, text):
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(ConfigError, match="is no timeline of a rank or reducer"):
         merge([tmp_path / "file.json"], tmp_path / "merged.json")

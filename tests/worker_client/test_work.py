@@ -1,12 +1,9 @@
 """`Work`: waiting, asking, and what comes out when the all-reduce failed."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import math
 import queue
 import threading
-from typing import Any
 
 import pytest
 
@@ -18,11 +15,11 @@ DATA = bytearray(12)
 
 
 @pytest.fixture
-def work() -> Operation:
+def work():
     return Operation(memoryview(DATA), DType.UINT8, ReduceOp.SUM, "grad", 1.0, data=DATA)
 
 
-def test_the_result_is_what_was_given(work: Operation) -> None:
+def test_the_result_is_what_was_given(work):
     assert not work.done()
     work.finish(None)
     assert work.done()
@@ -32,9 +29,7 @@ def test_the_result_is_what_was_given(work: Operation) -> None:
 
 
 @pytest.mark.parametrize(("timeout", "after"), [(0, "0"), (0.01, r"0\.01"), ("10ms", r"0\.01")])
-def test_a_wait_that_is_too_short_ends_nothing(
-    work: Operation, timeout: float | str, after: str
-) -> None:
+def test_a_wait_that_is_too_short_ends_nothing(work, timeout, after):
     with pytest.raises(
         ReductionTimeout, match=f"^all-reduce 'grad' .12 bytes .* progress after {after} s$"
     ) as caught:
@@ -46,7 +41,7 @@ def test_a_wait_that_is_too_short_ends_nothing(
 
 
 @pytest.mark.parametrize("timeout", [30, math.inf, 1e300, 1e10, 10**12, "30s", "2 min"])
-def test_a_wait_ends_with_it_whatever_the_patience(work: Operation, timeout: float | str) -> None:
+def test_a_wait_ends_with_it_whatever_the_patience(work, timeout):
     timer = threading.Timer(0.05, work.finish, [None])
     timer.start()
     assert work.wait(timeout) is DATA
@@ -54,7 +49,7 @@ def test_a_wait_ends_with_it_whatever_the_patience(work: Operation, timeout: flo
 
 
 @pytest.mark.parametrize("timeout", [-1, -math.inf, math.nan, "soon", "-1s", [], 10**400])
-def test_what_is_no_patience_is_refused(work: Operation, timeout: Any) -> None:
+def test_what_is_no_patience_is_refused(work, timeout):
     with pytest.raises(ConfigError, match=r"^timeout: .*got "):
         work.wait(timeout)
     assert not work.done()
@@ -66,9 +61,7 @@ def test_what_is_no_patience_is_refused(work: Operation, timeout: Any) -> None:
 @pytest.mark.parametrize(
     "error", [RankLostError("rank 3 is gone", rank=3), ReductionTimeout("late", missing=(1,))]
 )
-def test_the_error_of_the_all_reduce(
-    work: Operation, error: ReductionError, timeout: float | None
-) -> None:
+def test_the_error_of_the_all_reduce(work, error, timeout):
     work.finish(error)
     assert work.done()
     with pytest.raises(type(error)) as caught:
@@ -77,15 +70,15 @@ def test_the_error_of_the_all_reduce(
     assert work.future().exception() is error
 
 
-def test_waits_that_were_too_short_leave_nothing(work: Operation) -> None:
+def test_waits_that_were_too_short_leave_nothing(work):
     for _ in range(3):
         assert not work.ends_within(0)
     assert not work._waiters
 
 
-def test_who_waits_is_woken_when_an_interrupt_came_first(work: Operation) -> None:
-    class Interrupted(queue.SimpleQueue):  # type: ignore[type-arg]
-        def put(self, *_: Any) -> None:
+def test_who_waits_is_woken_when_an_interrupt_came_first(work):
+    class Interrupted(queue.SimpleQueue):
+        def put(self, *_):
             raise KeyboardInterrupt
 
     waiting = threading.Thread(target=work.wait)
@@ -105,7 +98,7 @@ def test_who_waits_is_woken_when_an_interrupt_came_first(work: Operation) -> Non
     assert not waiting.is_alive()
 
 
-def test_a_piece_that_ends_again_after_an_interrupt_changes_nothing(work: Operation) -> None:
+def test_a_piece_that_ends_again_after_an_interrupt_changes_nothing(work):
     piece = Operation(memoryview(DATA), DType.UINT8, ReduceOp.SUM, None, 1.0)
     work.split([piece])
     work.piece_ended(piece, None)
@@ -114,8 +107,8 @@ def test_a_piece_that_ends_again_after_an_interrupt_changes_nothing(work: Operat
     assert work.future().exception() is None
 
 
-def test_the_future_calls_back(work: Operation) -> None:
-    called: list[concurrent.futures.Future[object]] = []
+def test_the_future_calls_back(work):
+    called = []
     work.future().add_done_callback(called.append)
     assert not called
     work.finish(None)
@@ -123,28 +116,28 @@ def test_the_future_calls_back(work: Operation) -> None:
     assert list(concurrent.futures.as_completed([work.future()], timeout=1)) == called
 
 
-def test_what_is_on_the_wire_cannot_be_cancelled(work: Operation) -> None:
+def test_what_is_on_the_wire_cannot_be_cancelled(work):
     assert not work.future().cancel()
     work.finish(None)
     assert work.wait() is DATA
 
 
-def test_it_ends_once(work: Operation) -> None:
+def test_it_ends_once(work):
     work.finish(None)
     future = work.future()
     work.finish(ReductionError("later"))
     assert work.wait() is future.result(0) is DATA
 
 
-def test_an_end_that_was_interrupted_is_made_up_for(work: Operation) -> None:
+def test_an_end_that_was_interrupted_is_made_up_for(work):
     future = work.future()
     work._ended = True  # and no more, because of Ctrl-C
     work.finish(ReductionError("later"))
     assert future.result(0) is DATA
 
 
-def test_what_writing_back_raises_is_the_error(work: Operation) -> None:
-    def refuse() -> None:
+def test_what_writing_back_raises_is_the_error(work):
+    def refuse():
         assert not work.done()
         raise ValueError("read-only")
 
@@ -154,8 +147,8 @@ def test_what_writing_back_raises_is_the_error(work: Operation) -> None:
         work.wait()
 
 
-def test_nothing_is_written_back_after_an_error(work: Operation) -> None:
-    written: list[str] = []
+def test_nothing_is_written_back_after_an_error(work):
+    written = []
     work.write_back = lambda: written.append("rubbish")
     work.end(ReductionError("failed"))
     with pytest.raises(ReductionError, match="failed"):
@@ -163,8 +156,8 @@ def test_nothing_is_written_back_after_an_error(work: Operation) -> None:
     assert not written
 
 
-def test_the_result_is_written_back_before_anybody_hears_of_the_end() -> None:
-    heard: list[str] = []
+def test_the_result_is_written_back_before_anybody_hears_of_the_end():
+    heard = []
     work = Operation(
         memoryview(DATA),
         DType.UINT8,

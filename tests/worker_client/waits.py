@@ -1,37 +1,27 @@
 """Calls that are waited for, by one rank or by several."""
 
-from __future__ import annotations
-
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from worker_client.client.client import Client
 
-    import pytest
-
-    from worker_client.client.client import Client
-    from worker_client.runtime.driver import Driver
-
-    Job = Callable[..., list[Client]]  # the fixture `job`
+Job = Callable[..., list[Client]]  # the fixture `job`
 
 
-def at_all(clients: list[Client], call: Callable[[Client], Any]) -> list[Any]:
+def at_all(clients, call):
     """Have every rank do something at the same time, and return what came of it."""
     with ThreadPoolExecutor(len(clients)) as pool:
         return list(pool.map(call, clients))
 
 
-def break_here(
-    patch: pytest.MonkeyPatch, owner: object, name: str, error: type[BaseException]
-) -> None:
+def break_here(patch, owner, name, error):
     """Let a method raise whenever this thread calls it."""
     here, whole = threading.get_ident(), getattr(owner, name)
 
-    def broken(*arguments: Any) -> Any:
+    def broken(*arguments):
         if threading.get_ident() == here:
             raise error
         return whole(*arguments)
@@ -39,15 +29,15 @@ def break_here(
     patch.setattr(owner, name, broken)
 
 
-def one_after_another(client: Client, calls: int = 30) -> None:
+def one_after_another(client, calls=30):
     for call in range(calls):
         data = np.full(100, call, np.int32)
         assert (client.all_reduce(data, op="sum").wait(10) == call).all()
 
 
-def half_a_job(make: Callable[..., Client]) -> tuple[Client, Client]:
+def half_a_job(make):
     """Two ranks in this process."""
-    first: list[Client] = []
+    first = []
     thread = threading.Thread(target=lambda: first.append(make(0, 2)))
     thread.start()
     second = make(1, 2)
@@ -58,19 +48,19 @@ def half_a_job(make: Callable[..., Client]) -> tuple[Client, Client]:
 class _LeftAlone:
     """The lead of a driver whose own thread alone ever gets it."""
 
-    def __init__(self, lead: threading.RLock) -> None:
+    def __init__(self, lead):
         self._lead = lead
 
-    def acquire(self, **_how: object) -> bool:
+    def acquire(self, **_how):
         return False
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self._lead.acquire()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self._lead.release()
 
 
-def leave_the_lead(patch: pytest.MonkeyPatch, driver: Driver) -> None:
+def leave_the_lead(patch, driver):
     """Keep callers' threads from leading: every call is the driver's own thread's business."""
     patch.setattr(driver, "_lead", _LeftAlone(driver._lead))

@@ -1,21 +1,13 @@
 """Sides of connections: pairs of ours, joined without a network, and one of ours on a socket."""
 
-from __future__ import annotations
-
 import contextlib
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
 
 from reducer.zmtp._zmtp import Zmtp
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable
-
-    from reducer.zmtp._zmtp import Event
 
 MAX_FRAME_BYTES = 8 << 20
 TIMEOUT_S = 20.0
@@ -29,7 +21,7 @@ class Pair(NamedTuple):
     secret: bytes
 
     @classmethod
-    def new(cls) -> Pair:
+    def new(cls):
         return cls(*zmq.curve_keypair())
 
 
@@ -40,11 +32,11 @@ class Keys(NamedTuple):
     client: Pair
 
     @classmethod
-    def new(cls) -> Keys:
+    def new(cls):
         return cls(Pair.new(), Pair.new())
 
 
-def ours(keys: Keys | None, *, server: bool, max_frame_bytes: int = MAX_FRAME_BYTES) -> Zmtp:
+def ours(keys, *, server, max_frame_bytes=MAX_FRAME_BYTES):
     """Our side of a connection."""
     if keys is None:
         return Zmtp(server, None, max_frame_bytes)
@@ -53,11 +45,11 @@ def ours(keys: Keys | None, *, server: bool, max_frame_bytes: int = MAX_FRAME_BY
     return Zmtp(server, three, max_frame_bytes)
 
 
-def keys_for(mechanism: str) -> Keys | None:
+def keys_for(mechanism):
     return Keys.new() if mechanism == "CURVE" else None
 
 
-def take(side: Zmtp, data: bytes, *, admits: bool = True) -> list[Event]:
+def take(side, data, *, admits=True):
     """Let a side take bytes, and admit whom it asks about."""
     events = side.take(data)
     while events and events[-1][0] == "admit":
@@ -65,21 +57,14 @@ def take(side: Zmtp, data: bytes, *, admits: bool = True) -> list[Event]:
     return events
 
 
-def whole(data: bytes) -> list[bytes]:
+def whole(data):
     """A flight that arrives as it was sent."""
     return [data]
 
 
-def shake_hands(
-    client: Zmtp,
-    server: Zmtp,
-    *,
-    to_server: Callable[[bytes], list[bytes]] = whole,
-    to_client: Callable[[bytes], list[bytes]] = whole,
-    admits: bool = True,
-) -> tuple[list[Event], list[Event]]:
+def shake_hands(client, server, *, to_server=whole, to_client=whole, admits=True):
     """Let two of ours talk until they have nothing to say; what both notice, the client first."""
-    noticed: tuple[list[Event], list[Event]] = ([], [])
+    noticed = ([], [])
     while True:
         said = client.reply(), server.reply()
         if said == (b"", b""):
@@ -90,7 +75,7 @@ def shake_hands(
             noticed[0].extend(take(client, piece))
 
 
-def joined(keys: Keys | None, max_frame_bytes: int = MAX_FRAME_BYTES) -> tuple[Zmtp, Zmtp]:
+def joined(keys, max_frame_bytes=MAX_FRAME_BYTES):
     """Client and server after their handshake."""
     client, server = (
         ours(keys, server=server, max_frame_bytes=max_frame_bytes) for server in (False, True)
@@ -110,17 +95,17 @@ class Wire:
         admits: whether it admits a client, if it is asked.
     """
 
-    def __init__(self, connection: socket.socket, side: Zmtp, *, admits: bool = True) -> None:
+    def __init__(self, connection, side, *, admits=True):
         self.connection = connection
         self.side = side
         self.received = 0  # bytes
         self._admits = admits
-        self.asked: list[Event] = []  # whom to admit
-        self._events: list[Event] = []
+        self.asked = []  # whom to admit
+        self._events = []
         connection.settimeout(TIMEOUT_S)
         self._flush()
 
-    def next(self, timeout_s: float = TIMEOUT_S) -> Event:
+    def next(self, timeout_s=TIMEOUT_S):
         """What happens next: an event, or that the other side has closed, or nothing in time."""
         deadline = time.monotonic() + timeout_s
         while not self._events:
@@ -142,10 +127,10 @@ class Wire:
             self._flush()
         return self._events.pop(0)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data):
         self.connection.settimeout(TIMEOUT_S)
         self.connection.sendall(data)
 
-    def _flush(self) -> None:
+    def _flush(self):
         with contextlib.suppress(ConnectionError):  # what has come is still to be read
             self.send(self.side.reply())

@@ -1,9 +1,6 @@
 """The codec without a network: two of ours, and what no honest peer says."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import pytest
 from zmq.utils import z85
@@ -23,11 +20,6 @@ from tests.zmtp.sides import (
     take,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from reducer.zmtp._zmtp import Event
-
 GREETING_BYTES = 64
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 MESSAGES = [[b""], [b"x"], [b"x" * 255, b"", b"y" * 256], [b"z" * 3000]]
@@ -37,35 +29,35 @@ WRONG_KEY = [("failed", "wrong-key", "")]
 
 
 @pytest.fixture(params=MECHANISMS)
-def keys(request: pytest.FixtureRequest) -> Keys | None:
+def keys(request):
     return keys_for(request.param)
 
 
-def greeting(mechanism: bytes = b"NULL", version: bytes = b"\3\1", as_server: int = 0) -> bytes:
+def greeting(mechanism=b"NULL", version=b"\3\1", as_server=0):
     return SIGNATURE + version + mechanism.ljust(20, b"\0") + bytes([as_server]) + bytes(31)
 
 
-def command(body: bytes) -> bytes:
+def command(body):
     """A frame of a command."""
     if len(body) < 256:
         return bytes([4, len(body)]) + body
     return b"\6" + len(body).to_bytes(8, "big") + body
 
 
-def properties(*pairs: tuple[bytes, bytes]) -> bytes:
+def properties(*pairs):
     return b"".join(
         bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value for name, value in pairs
     )
 
 
-def ready(kind: bytes = b"DEALER") -> bytes:
+def ready(kind=b"DEALER"):
     return command(b"\5READY" + properties((b"Socket-Type", kind), (b"Identity", b"")))
 
 
 # -- two of ours -----------------------------------------------------------------------------------
 
 
-def test_two_of_ours_understand_each_other(keys: Keys | None) -> None:
+def test_two_of_ours_understand_each_other(keys):
     client, server = ours(keys, server=False), ours(keys, server=True)
     noticed = shake_hands(client, server)
     admitted = [("admit", z85.decode(keys.client.public))] if keys else []
@@ -76,7 +68,7 @@ def test_two_of_ours_understand_each_other(keys: Keys | None) -> None:
             assert receiver.take(sender.send(message)) == [("message", message)]
 
 
-def test_what_ours_say_without_keys_is_rfc_37() -> None:
+def test_what_ours_say_without_keys_is_rfc_37():
     client, server = ours(None, server=False), ours(None, server=True)
     first, rest = b"\xff" + bytes(7) + b"\1\x7f\3", greeting()[11:]
     assert client.reply() == server.reply() == first
@@ -94,7 +86,7 @@ def test_what_ours_say_without_keys_is_rfc_37() -> None:
     assert client.ping(0x102) == b"\4\7\4PING\1\2"
 
 
-def test_sealed_frames_are_those_of_rfc_26() -> None:
+def test_sealed_frames_are_those_of_rfc_26():
     client, server = joined(Keys.new())
     sent = [client.send([bytes(nbytes)]) for nbytes in (0, 222, 223)]
     assert [frame[0] for frame in sent] == [0, 0, 2]
@@ -108,7 +100,7 @@ def test_sealed_frames_are_those_of_rfc_26() -> None:
     assert server.take(b"".join(sent))[-1] == ("message", [bytes(223)])
 
 
-def test_a_ping_is_answered_and_a_pong_taken(keys: Keys | None) -> None:
+def test_a_ping_is_answered_and_a_pong_taken(keys):
     client, server = joined(keys)
     for sender, receiver in ((client, server), (server, client)):
         assert receiver.take(sender.ping(10)) == []
@@ -119,7 +111,7 @@ def test_a_ping_is_answered_and_a_pong_taken(keys: Keys | None) -> None:
         assert receiver.take(sender.send([b"x"])) == [("message", [b"x"])]
 
 
-def test_a_ping_between_the_frames_of_a_message() -> None:
+def test_a_ping_between_the_frames_of_a_message():
     """libzmq's timer does not wait for the last frame."""
     client, server = joined(None)
     first, second = b"\1\1a", b"\0\1b"
@@ -130,12 +122,12 @@ def test_a_ping_between_the_frames_of_a_message() -> None:
 # -- bytes arrive in any pieces --------------------------------------------------------------------
 
 
-def conversation(keys: Keys | None, cut_at: int | None) -> tuple[list[Event], int]:
+def conversation(keys, cut_at):
     """What a server notices whose bytes are cut at one place, or everywhere; and how many."""
     client, server = ours(keys, server=False), ours(keys, server=True)
     passed = 0
 
-    def pieces(data: bytes) -> list[bytes]:
+    def pieces(data):
         nonlocal passed
         at = passed
         passed += len(data)
@@ -144,7 +136,7 @@ def conversation(keys: Keys | None, cut_at: int | None) -> tuple[list[Event], in
         middle = min(max(cut_at - at, 0), len(data))
         return [data[:middle], data[middle:]]
 
-    events: list[Event] = []
+    events = []
     for side, noticed in zip(
         ("client", "server"), shake_hands(client, server, to_server=pieces), strict=True
     ):
@@ -156,7 +148,7 @@ def conversation(keys: Keys | None, cut_at: int | None) -> tuple[list[Event], in
     return events, passed
 
 
-def test_any_cut_is_the_same(keys: Keys | None) -> None:
+def test_any_cut_is_the_same(keys):
     expected, nbytes = conversation(keys, 0)
     assert [event[1] for event in expected if event[0] == "message"] == [*MESSAGES[:3], [b"last"]]
     assert conversation(keys, None) == (expected, nbytes)
@@ -164,7 +156,7 @@ def test_any_cut_is_the_same(keys: Keys | None) -> None:
         assert conversation(keys, cut_at) == (expected, nbytes), cut_at
 
 
-def test_a_client_hears_single_bytes(keys: Keys | None) -> None:
+def test_a_client_hears_single_bytes(keys):
     client, server = ours(keys, server=False), ours(keys, server=True)
     noticed, _ = shake_hands(client, server, to_client=lambda data: [bytes([b]) for b in data])
     assert noticed == [("ready",)]
@@ -192,9 +184,7 @@ def test_a_client_hears_single_bytes(keys: Keys | None) -> None:
     ],
 )
 @pytest.mark.parametrize("server", [True, False])
-def test_strangers_are_told_by_their_first_wrong_byte(
-    said: bytes, server: bool, keys: Keys | None
-) -> None:
+def test_strangers_are_told_by_their_first_wrong_byte(said, server, keys):
     for cut in ([said], [bytes([byte]) for byte in said]):
         side = ours(keys, server=server)
         events = [event for piece in cut for event in side.take(piece)]
@@ -202,7 +192,7 @@ def test_strangers_are_told_by_their_first_wrong_byte(
 
 
 @pytest.mark.parametrize("version", [b"\3\0", b"\3\1", b"\3\7", b"\4\0", b"\xff\xff"])
-def test_later_versions_are_answered_with_ours(version: bytes) -> None:
+def test_later_versions_are_answered_with_ours(version):
     side = ours(None, server=True)
     assert side.take(greeting(version=version) + ready()) == [("ready",)]
     assert side.reply()[10:12] == b"\3\1"
@@ -219,14 +209,14 @@ def test_later_versions_are_answered_with_ours(version: bytes) -> None:
         (b"A" * 20, "A" * 20),
     ],
 )
-def test_other_mechanisms_differ(keys: Keys | None, mechanism: bytes, shown: str) -> None:
+def test_other_mechanisms_differ(keys, mechanism, shown):
     for server in (True, False):
         side = ours(keys, server=server)
         assert side.take(greeting(mechanism)) == [("failed", "differs", shown)]
 
 
 @pytest.mark.parametrize("with_keys", ["client", "server"])
-def test_one_side_without_keys_differs(with_keys: str) -> None:
+def test_one_side_without_keys_differs(with_keys):
     keys = Keys.new()
     client, server = (
         ours(keys if side == with_keys else None, server=side == "server")
@@ -239,7 +229,7 @@ def test_one_side_without_keys_differs(with_keys: str) -> None:
     )
 
 
-def test_two_servers_with_keys_do_not_wait_for_each_other() -> None:
+def test_two_servers_with_keys_do_not_wait_for_each_other():
     keys = Keys.new()
     assert ours(keys, server=True).take(greeting(b"CURVE", as_server=1)) == MALFORMED
     assert ours(keys, server=False).take(greeting(b"CURVE", as_server=1)) == []
@@ -271,7 +261,7 @@ def test_two_servers_with_keys_do_not_wait_for_each_other() -> None:
         (b"\xffSocket-Type\0\0\0\6DEALER", True, False),
     ],
 )
-def test_who_suits(metadata: bytes, server: bool, suits: bool) -> None:
+def test_who_suits(metadata, server, suits):
     side = ours(None, server=server)
     said = greeting() + command(b"\5READY" + metadata)
     assert side.take(said) == ([("ready",)] if suits else MALFORMED)
@@ -310,16 +300,14 @@ LONGEST = 1024  # of a command
     ],
 )
 @pytest.mark.parametrize("server", [True, False])
-def test_what_may_follow_the_greeting(
-    keys: Keys | None, said: bytes, events: list[Event], server: bool
-) -> None:
+def test_what_may_follow_the_greeting(keys, said, events, server):
     side = ours(keys, server=server)
     assert side.take(greeting(b"CURVE" if keys else b"NULL")) == []
     assert side.take(said) == events
     assert side.take(ready()) == ([] if events else side.take(b""))
 
 
-def test_whom_the_server_does_not_admit_hears_why() -> None:
+def test_whom_the_server_does_not_admit_hears_why():
     keys = Keys.new()
     client, server = ours(keys, server=False), ours(keys, server=True)
     noticed = shake_hands(client, server, admits=False)
@@ -329,7 +317,7 @@ def test_whom_the_server_does_not_admit_hears_why() -> None:
     assert server.admit(True) == []
 
 
-def test_nothing_is_looked_at_before_the_answer() -> None:
+def test_nothing_is_looked_at_before_the_answer():
     keys = Keys.new()
     client, server = ours(keys, server=False), ours(keys, server=True)
     for _ in range(2):
@@ -352,14 +340,14 @@ def test_nothing_is_looked_at_before_the_answer() -> None:
         ),
     ],
 )
-def test_wrong_keys_open_nothing(wrong: object) -> None:
+def test_wrong_keys_open_nothing(wrong):
     keys = Keys.new()
-    client, server = ours(wrong(keys), server=False), ours(keys, server=True)  # type: ignore[operator]
+    client, server = ours(wrong(keys), server=False), ours(keys, server=True)
     assert shake_hands(client, server)[1] == WRONG_KEY
     assert server.reply() == b""
 
 
-def test_a_key_of_small_order_is_refused() -> None:
+def test_a_key_of_small_order_is_refused():
     """Whoever gives one knows what is made of it, whatever the other key is."""
     pair = [z85.decode(key) for key in Pair.new()]
     client = _zmtp.Zmtp(False, (pair[0], pair[1], bytes(32)), MAX_FRAME_BYTES)
@@ -370,7 +358,7 @@ def test_a_key_of_small_order_is_refused() -> None:
     assert server.take(greeting(b"CURVE") + command(hello)) == WRONG_KEY
 
 
-def test_no_changed_byte_passes_a_handshake_with_keys() -> None:
+def test_no_changed_byte_passes_a_handshake_with_keys():
     """Every byte of HELLO, WELCOME, INITIATE and READY, but the zeros that fill up a HELLO."""
     keys = Keys.new()
     sizes = {"server": (GREETING_BYTES, 2 + 200, 9 + 292), "client": (GREETING_BYTES, 170, 67)}
@@ -381,7 +369,7 @@ def test_no_changed_byte_passes_a_handshake_with_keys() -> None:
             client, server = ours(keys, server=False), ours(keys, server=True)
             passed = 0
 
-            def change(data: bytes, at: int = at) -> list[bytes]:
+            def change(data, at=at):
                 nonlocal passed
                 begin, passed = passed, passed + len(data)
                 changed = bytearray(data)
@@ -415,12 +403,12 @@ def test_no_changed_byte_passes_a_handshake_with_keys() -> None:
         pytest.param(b"\2\x7f" + b"\xff" * 7, TOO_LARGE, id="2-to-the-63-less-1"),
     ],
 )
-def test_headers_that_are_none(keys: Keys | None, said: bytes, events: list[Event]) -> None:
+def test_headers_that_are_none(keys, said, events):
     _, server = joined(keys)
     assert server.take(said) == events
 
 
-def test_the_limit_of_frames_is_kept(keys: Keys | None) -> None:
+def test_the_limit_of_frames_is_kept(keys):
     most = 2000
     client, server = ours(keys, server=False), ours(keys, server=True, max_frame_bytes=most)
     shake_hands(client, server)
@@ -428,7 +416,7 @@ def test_the_limit_of_frames_is_kept(keys: Keys | None) -> None:
     assert server.take(client.send([bytes(most + 1)])[:9]) == TOO_LARGE, "by its header alone"
 
 
-def test_commands_pass_a_limit_that_is_smaller() -> None:
+def test_commands_pass_a_limit_that_is_smaller():
     for keys in (None, Keys.new()):
         client, server = ours(keys, server=False), ours(keys, server=True, max_frame_bytes=3)
         shake_hands(client, server)
@@ -455,7 +443,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("body", "events", "answer"), COMMANDS)
-def test_commands(body: bytes, events: list[Event], answer: bytes) -> None:
+def test_commands(body, events, answer):
     _, server = joined(None)
     assert server.take(command(body)) == events
     assert server.reply() == (command(answer) if answer else b"")
@@ -467,13 +455,13 @@ def test_commands(body: bytes, events: list[Event], answer: bytes) -> None:
 class Sealer:
     """A client's messages to a server of ours, sealed with the right key whatever they are."""
 
-    def __init__(self, seeded: Seeded) -> None:
+    def __init__(self, seeded):
         _, self.server = joined(Keys.new(), 2000)
         self._seeded = seeded
         self._key = seeded.made[-2]
         self.count = 10
 
-    def frame(self, inside: bytes, outer: int = 0) -> bytes:
+    def frame(self, inside, outer=0):
         self.count += 1
         counter = self.count.to_bytes(8, "big")
         box = self._seeded.seal(inside, b"CurveZMQMESSAGEC" + counter, self._key)
@@ -482,7 +470,7 @@ class Sealer:
 
 
 @pytest.fixture
-def sealer() -> Iterator[Sealer]:
+def sealer():
     seeded = Seeded()
     _zmtp.use(seeded.addresses)
     try:
@@ -491,7 +479,7 @@ def sealer() -> Iterator[Sealer]:
         _zmtp.use(addresses())
 
 
-def test_flags_within_and_without(sealer: Sealer) -> None:
+def test_flags_within_and_without(sealer):
     server = sealer.server
     assert server.take(sealer.frame(b"\0one")) == [("message", [b"one"])]
     assert server.take(sealer.frame(b"\0two", outer=4)) == [("message", [b"two"])]
@@ -500,34 +488,34 @@ def test_flags_within_and_without(sealer: Sealer) -> None:
 
 
 @pytest.mark.parametrize("flags", [3, 4, 8, 0x80, 0xFF])
-def test_wrong_flags_within(sealer: Sealer, flags: int) -> None:
+def test_wrong_flags_within(sealer, flags):
     assert sealer.server.take(sealer.frame(bytes([flags]))) == MALFORMED
 
 
 @pytest.mark.parametrize(("body", "events", "answer"), COMMANDS)
-def test_sealed_commands(sealer: Sealer, body: bytes, events: list[Event], answer: bytes) -> None:
+def test_sealed_commands(sealer, body, events, answer):
     assert sealer.server.take(sealer.frame(b"\2" + body)) == events
     assert len(sealer.server.reply()) == (2 + 33 + len(answer) if answer else 0)
 
 
-def test_an_empty_command_within(sealer: Sealer) -> None:
+def test_an_empty_command_within(sealer):
     assert sealer.server.take(sealer.frame(b"\2")) == MALFORMED
 
 
-def test_what_is_too_short_to_be_sealed() -> None:
+def test_what_is_too_short_to_be_sealed():
     for nbytes in (0, 1, 8, 32):
         _, server = joined(Keys.new())
         assert server.take(bytes([0, nbytes])) == MALFORMED
 
 
-def test_nonces_that_do_not_grow(sealer: Sealer) -> None:
+def test_nonces_that_do_not_grow(sealer):
     sealer.count = (1 << 64) - 3
     assert sealer.server.take(sealer.frame(b"\0x")) == [("message", [b"x"])]
     sealer.count -= 1
     assert sealer.server.take(sealer.frame(b"\0x")) == MALFORMED
 
 
-def test_what_was_heard_is_not_heard_again() -> None:
+def test_what_was_heard_is_not_heard_again():
     client, server = joined(Keys.new())
     frame = client.send([b"once"])
     assert server.take(frame) == [("message", [b"once"])]
@@ -535,13 +523,13 @@ def test_what_was_heard_is_not_heard_again() -> None:
     assert server.take(client.send([b"later"])) == [], "who has failed is deaf"
 
 
-def test_what_was_swapped_is_not_heard() -> None:
+def test_what_was_swapped_is_not_heard():
     client, server = joined(Keys.new())
     first, second = client.send([b"first"]), client.send([b"second"])
     assert server.take(second + first) == [("message", [b"second"]), *MALFORMED]
 
 
-def test_what_is_said_to_one_is_not_heard_by_another() -> None:
+def test_what_is_said_to_one_is_not_heard_by_another():
     keys = Keys.new()
     client, server = joined(keys)
     _, other = joined(keys)
@@ -550,7 +538,7 @@ def test_what_is_said_to_one_is_not_heard_by_another() -> None:
     assert server.ready
 
 
-def test_no_changed_byte_passes_a_sealed_message() -> None:
+def test_no_changed_byte_passes_a_sealed_message():
     keys = Keys.new()
     for nbytes in (7, 300):
         header_bytes = 2 if nbytes == 7 else 9
@@ -566,22 +554,22 @@ def test_no_changed_byte_passes_a_sealed_message() -> None:
 # -- the class -------------------------------------------------------------------------------------
 
 
-def test_who_is_not_ready_sends_nothing() -> None:
+def test_who_is_not_ready_sends_nothing():
     side = ours(None, server=False)
     for send in (lambda: side.send([b"x"]), lambda: side.ping(1)):
         with pytest.raises(ValueError, match="follow the handshake"):
             send()
 
 
-def test_keys_have_their_length() -> None:
+def test_keys_have_their_length():
     for wrong in ((b"x" * 32, b"x" * 32), (b"x" * 32, b"x" * 31, b"x" * 32)):
         with pytest.raises(ValueError, match="32 bytes"):
-            _zmtp.Zmtp(True, wrong, 100)  # type: ignore[arg-type]
+            _zmtp.Zmtp(True, wrong, 100)
     with pytest.raises(ValueError, match="functions are"):
         _zmtp.use(addresses()[:-1])
 
 
-def test_closing_is_for_ever(keys: Keys | None) -> None:
+def test_closing_is_for_ever(keys):
     client, server = joined(keys)
     sent = client.send([b"x"])
     server.close()
@@ -591,7 +579,7 @@ def test_closing_is_for_ever(keys: Keys | None) -> None:
         server.send([b"x"])
 
 
-def test_many_pings_at_once(keys: Keys | None) -> None:
+def test_many_pings_at_once(keys):
     client, server = joined(keys)
     assert take(server, b"".join(client.ping(0) for _ in range(500))) == []
     assert len(server.reply()) == 500 * (2 + 5 + (33 if keys else 0))

@@ -1,11 +1,8 @@
 """Connections with libzmq over loopback, in either role: it is the peer that must understand us."""
 
-from __future__ import annotations
-
 import socket
 import time
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import zmq
@@ -14,11 +11,6 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from tests.zmtp.sides import MECHANISMS, TIMEOUT_S, Keys, Pair, Wire, keys_for, ours
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from zmq import Socket
 
 SIZES = (0, 1, 222, 223, 255, 256, 65536, 4 << 20)  # 222: the longest that fits a short one sealed
 MESSAGES = [
@@ -33,13 +25,11 @@ DOMAIN = "tests"
 class Libzmq:
     """The other side's sockets, which are closed with it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.context = zmq.Context()
-        self._sockets: list[Socket[bytes]] = []
+        self._sockets = []
 
-    def socket(
-        self, kind: int, keys: Keys | None, *, server: bool, **options: int
-    ) -> Socket[bytes]:
+    def socket(self, kind, keys, *, server, **options):
         made = self.context.socket(kind)
         self._sockets.append(made)
         made.rcvtimeo = made.sndtimeo = int(TIMEOUT_S * 1000)
@@ -54,25 +44,25 @@ class Libzmq:
                 made.curve_serverkey = keys.server.public
         return made
 
-    def close(self) -> None:
+    def close(self):
         for made in self._sockets:
             made.close(linger=0)
         self.context.destroy(linger=0)
 
 
 @pytest.fixture
-def libzmq() -> Iterator[Libzmq]:
+def libzmq():
     with closing(Libzmq()) as opened:
         yield opened
 
 
 @pytest.fixture(params=MECHANISMS)
-def keys(request: pytest.FixtureRequest) -> Keys | None:
+def keys(request):
     return keys_for(request.param)
 
 
 @contextmanager
-def connected(theirs: Socket[bytes], keys: Keys | None) -> Iterator[Wire]:
+def connected(theirs, keys):
     """A client of ours, connected to a server of libzmq."""
     port = theirs.bind_to_random_port("tcp://127.0.0.1")
     with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
@@ -80,9 +70,7 @@ def connected(theirs: Socket[bytes], keys: Keys | None) -> Iterator[Wire]:
 
 
 @contextmanager
-def accepted(
-    connect: Callable[[str], Any], keys: Keys | None, *, admits: bool = True
-) -> Iterator[Wire]:
+def accepted(connect, keys, *, admits=True):
     """A server of ours, with a client of libzmq connected to it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(TIMEOUT_S)
@@ -93,11 +81,11 @@ def accepted(
 
 
 @contextmanager
-def authenticator(libzmq: Libzmq, admitted: Pair | None) -> Iterator[ThreadAuthenticator]:
+def authenticator(libzmq, admitted):
     """What admits one key to the sockets of a context."""
 
     class Provider:
-        def callback(self, domain: str, key: bytes) -> bool:
+        def callback(self, domain, key):
             del domain
             return admitted is not None and key == admitted.public
 
@@ -113,7 +101,7 @@ def authenticator(libzmq: Libzmq, admitted: Pair | None) -> Iterator[ThreadAuthe
 # -- messages --------------------------------------------------------------------------------------
 
 
-def test_messages_reach_a_server_of_libzmq_and_come_back(libzmq: Libzmq, keys: Keys | None) -> None:
+def test_messages_reach_a_server_of_libzmq_and_come_back(libzmq, keys):
     router = libzmq.socket(zmq.ROUTER, keys, server=True)
     with connected(router, keys) as wire:
         assert wire.next() == ("ready",)
@@ -125,7 +113,7 @@ def test_messages_reach_a_server_of_libzmq_and_come_back(libzmq: Libzmq, keys: K
             assert wire.next() == ("message", message)
 
 
-def test_messages_of_a_client_of_libzmq_come_and_go_back(libzmq: Libzmq, keys: Keys | None) -> None:
+def test_messages_of_a_client_of_libzmq_come_and_go_back(libzmq, keys):
     dealer = libzmq.socket(zmq.DEALER, keys, server=False)
     with accepted(dealer.connect, keys) as wire:
         assert wire.next() == ("ready",)
@@ -136,7 +124,7 @@ def test_messages_of_a_client_of_libzmq_come_and_go_back(libzmq: Libzmq, keys: K
             assert dealer.recv_multipart() == message
 
 
-def test_many_messages_at_once(libzmq: Libzmq, keys: Keys | None) -> None:
+def test_many_messages_at_once(libzmq, keys):
     router = libzmq.socket(zmq.ROUTER, keys, server=True)
     messages = [[b"%d" % number, bytes(number * 7)] for number in range(300)]
     with connected(router, keys) as wire:
@@ -150,9 +138,7 @@ def test_many_messages_at_once(libzmq: Libzmq, keys: Keys | None) -> None:
 
 
 @pytest.mark.parametrize("kind", [zmq.REP, zmq.DEALER])
-def test_a_client_of_ours_talks_to_other_sockets(
-    libzmq: Libzmq, keys: Keys | None, kind: int
-) -> None:
+def test_a_client_of_ours_talks_to_other_sockets(libzmq, keys, kind):
     peer = libzmq.socket(kind, keys, server=True)
     envelope = [b""] if kind == zmq.REP else []
     with connected(peer, keys) as wire:
@@ -164,9 +150,7 @@ def test_a_client_of_ours_talks_to_other_sockets(
 
 
 @pytest.mark.parametrize("kind", [zmq.REQ, zmq.ROUTER])
-def test_a_server_of_ours_talks_to_other_sockets(
-    libzmq: Libzmq, keys: Keys | None, kind: int
-) -> None:
+def test_a_server_of_ours_talks_to_other_sockets(libzmq, keys, kind):
     peer = libzmq.socket(kind, keys, server=False)
     name = [b"we"] if kind == zmq.ROUTER else []
     envelope = [b""] if kind == zmq.REQ else []
@@ -181,9 +165,7 @@ def test_a_server_of_ours_talks_to_other_sockets(
 
 
 @pytest.mark.parametrize("kind", [zmq.PUSH, zmq.SUB, zmq.PAIR])
-def test_no_server_for_sockets_of_other_patterns(
-    libzmq: Libzmq, keys: Keys | None, kind: int
-) -> None:
+def test_no_server_for_sockets_of_other_patterns(libzmq, keys, kind):
     with accepted(libzmq.socket(kind, keys, server=False).connect, keys) as wire:
         # Each refuses the other; who does it first says nothing more.
         assert wire.next() in {("failed", "malformed", ""), ("closed",)}
@@ -193,7 +175,7 @@ def test_no_server_for_sockets_of_other_patterns(
 # -- who may connect -------------------------------------------------------------------------------
 
 
-def test_libzmq_asks_and_admits(libzmq: Libzmq) -> None:
+def test_libzmq_asks_and_admits(libzmq):
     keys = Keys.new()
     router = libzmq.socket(zmq.ROUTER, keys, server=True)
     router.zap_domain = DOMAIN.encode()
@@ -201,7 +183,7 @@ def test_libzmq_asks_and_admits(libzmq: Libzmq) -> None:
         assert wire.next() == ("ready",)
 
 
-def test_libzmq_asks_and_refuses(libzmq: Libzmq) -> None:
+def test_libzmq_asks_and_refuses(libzmq):
     keys = Keys.new()
     router = libzmq.socket(zmq.ROUTER, keys, server=True)
     router.zap_domain = DOMAIN.encode()
@@ -209,7 +191,7 @@ def test_libzmq_asks_and_refuses(libzmq: Libzmq) -> None:
         assert wire.next() == ("failed", "refused", "400")
 
 
-def test_libzmq_refuses_an_address(libzmq: Libzmq) -> None:
+def test_libzmq_refuses_an_address(libzmq):
     router = libzmq.socket(zmq.ROUTER, None, server=True)
     router.zap_domain = DOMAIN.encode()
     with authenticator(libzmq, None) as gate:
@@ -219,7 +201,7 @@ def test_libzmq_refuses_an_address(libzmq: Libzmq) -> None:
 
 
 @pytest.mark.parametrize("admits", [True, False])
-def test_we_ask_and_libzmq_hears_the_answer(libzmq: Libzmq, admits: bool) -> None:
+def test_we_ask_and_libzmq_hears_the_answer(libzmq, admits):
     keys = Keys.new()
     dealer = libzmq.socket(zmq.DEALER, keys, server=False)
     with ExitStack() as stack:
@@ -239,9 +221,7 @@ def test_we_ask_and_libzmq_hears_the_answer(libzmq: Libzmq, admits: bool) -> Non
             assert (heard["event"], heard["value"]) == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
 
 
-def test_a_client_with_another_servers_key_is_not_answered(
-    libzmq: Libzmq,
-) -> None:
+def test_a_client_with_another_servers_key_is_not_answered(libzmq):
     keys = Keys.new()
     router = libzmq.socket(zmq.ROUTER, keys, server=True)
     with connected(router, keys._replace(server=Pair.new())) as wire:
@@ -252,7 +232,7 @@ def test_a_client_with_another_servers_key_is_not_answered(
 
 
 @pytest.mark.parametrize("with_keys", ["libzmq", "ours"])
-def test_one_side_without_keys_is_told_apart(libzmq: Libzmq, with_keys: str) -> None:
+def test_one_side_without_keys_is_told_apart(libzmq, with_keys):
     """Both sides say their mechanism before either closes."""
     theirs, here = (Keys.new() if side == with_keys else None for side in ("libzmq", "ours"))
     differs = ("failed", "differs", "CURVE" if theirs else "NULL")
@@ -267,7 +247,7 @@ def test_one_side_without_keys_is_told_apart(libzmq: Libzmq, with_keys: str) -> 
 IVL_MS, TIMEOUT_MS = 50, 500
 
 
-def silent_for(wire: Wire, seconds: float) -> list[Any]:
+def silent_for(wire, seconds):
     """What happens while nobody sends a message; PINGs are answered."""
     deadline = time.monotonic() + seconds
     events = []
@@ -278,7 +258,7 @@ def silent_for(wire: Wire, seconds: float) -> list[Any]:
     return events
 
 
-def test_a_server_of_libzmq_hears_our_pongs(libzmq: Libzmq, keys: Keys | None) -> None:
+def test_a_server_of_libzmq_hears_our_pongs(libzmq, keys):
     beats = {"heartbeat_ivl": IVL_MS, "heartbeat_timeout": TIMEOUT_MS}
     router = libzmq.socket(zmq.ROUTER, keys, server=True, **beats)
     with connected(router, keys) as wire:
@@ -292,7 +272,7 @@ def test_a_server_of_libzmq_hears_our_pongs(libzmq: Libzmq, keys: Keys | None) -
         assert wire.next() == ("closed",)
 
 
-def test_a_client_of_libzmq_hears_our_pongs(libzmq: Libzmq, keys: Keys | None) -> None:
+def test_a_client_of_libzmq_hears_our_pongs(libzmq, keys):
     beats = {"heartbeat_ivl": IVL_MS, "heartbeat_timeout": TIMEOUT_MS}
     dealer = libzmq.socket(zmq.DEALER, keys, server=False, **beats)
     with accepted(dealer.connect, keys) as wire:
@@ -302,9 +282,7 @@ def test_a_client_of_libzmq_hears_our_pongs(libzmq: Libzmq, keys: Keys | None) -
         assert dealer.recv_multipart() == [b"still here"]
 
 
-def test_libzmq_answers_our_ping_and_minds_its_time_to_live(
-    libzmq: Libzmq, keys: Keys | None
-) -> None:
+def test_libzmq_answers_our_ping_and_minds_its_time_to_live(libzmq, keys):
     router = libzmq.socket(zmq.ROUTER, keys, server=True)
     with connected(router, keys) as wire:
         assert wire.next() == ("ready",)

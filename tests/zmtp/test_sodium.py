@@ -1,7 +1,5 @@
 """Where libsodium is found."""
 
-from __future__ import annotations
-
 import ctypes.util
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from reducer.errors import ConfigError
 from reducer.zmtp import sodium
 
 
-def test_it_is_the_one_that_libzmq_has_loaded() -> None:
+def test_it_is_the_one_that_libzmq_has_loaded():
     import zmq  # noqa: F401, PLC0415 (which loads it)
 
     assert len(sodium.addresses()) == len(sodium.FUNCTIONS)
@@ -21,20 +19,20 @@ def test_it_is_the_one_that_libzmq_has_loaded() -> None:
     assert len([path for path in mapped if "libsodium" in path]) == 1
 
 
-def test_the_systems_serves_where_pyzmq_brings_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_systems_serves_where_pyzmq_brings_none(monkeypatch):
     monkeypatch.setattr(sodium, "find_spec", lambda _: None)
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.23")
     assert sodium.library() == "libsodium.so.23"
 
 
-def test_without_any_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(sodium, "library", lambda: None)
     with pytest.raises(ConfigError, match="install pyzmq from a wheel"):
         sodium.addresses()
 
 
 @pytest.mark.parametrize("name", ["libc.so.6", "libnone.so.1"])
-def test_one_that_is_no_libsodium_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_one_that_is_no_libsodium_is_named(monkeypatch, name):
     monkeypatch.setattr(sodium, "library", lambda: name)
     with pytest.raises(ConfigError, match=f"{name} cannot be used"):
         sodium.addresses()

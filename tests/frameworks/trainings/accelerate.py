@@ -1,9 +1,6 @@
 """Accelerate, stopped in the middle of an epoch, with a schedule."""
 
-from __future__ import annotations
-
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -11,17 +8,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import worker_client.accelerate
-from tests.frameworks.resumption import MIDDLE, Part, Trained, main
+from tests.frameworks.resumption import MIDDLE, Trained, main
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from worker_client.client.client import Client
 
 warnings.filterwarnings("ignore")
 PER_EPOCH = 6
 
 
-def train(part: Part, client: Client | None) -> Trained:
+def train(part, client):
     loading = DataLoaderConfiguration(use_seedable_sampler=True)  # for epochs to be resumed
     accelerator = Accelerator(cpu=True, dataloader_config=loading)
     if client:
@@ -59,11 +53,11 @@ def train(part: Part, client: Client | None) -> Trained:
     return Trained(losses, client.bytes_reduced if client else 0)
 
 
-def train_accelerate(part: Part) -> Trained:
+def train_accelerate(part):
     return train(part, None if part.stock else worker_client.init())
 
 
-def train_accelerate_in_8_bits(part: Part) -> Trained:
+def train_accelerate_in_8_bits(part):
     with connect(job="8 bits", wire_dtype="int8") as client:
         return train(part, client)
 

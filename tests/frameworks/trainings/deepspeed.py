@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO stages over the backend; its own on CPUs is Gloo, without Intel's oneCCL."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -12,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.frameworks.resumption import Part, Trained, main
+from tests.frameworks.resumption import Trained, main
 from worker_client.torch_backend import bytes_reduced
 
 
-def train(part: Part, stage: int) -> Trained:
+def train(part, stage):
     if not dist.is_initialized():
         deepspeed.init_distributed("gloo" if part.stock else "reduction")
     before = bytes_reduced()
@@ -55,15 +53,15 @@ def train(part: Part, stage: int) -> Trained:
     return Trained(losses, bytes_reduced() - before)
 
 
-def train_zero_1(part: Part) -> Trained:
+def train_zero_1(part):
     return train(part, 1)
 
 
-def train_zero_2(part: Part) -> Trained:
+def train_zero_2(part):
     return train(part, 2)
 
 
-def train_zero_3(part: Part) -> Trained:
+def train_zero_3(part):
     return train(part, 3)
 
 

@@ -1,25 +1,23 @@
 """HSDP, two replicas of two shards: over the backend, and by `fsdp.attach`."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.frameworks.resumption import Part, Trained, main
+from tests.frameworks.resumption import main
 from tests.frameworks.trainings.sharded import blocks, shard, start, train
 from worker_client import fsdp
 
 NAMES = ("replicate", "shard")
 
 
-def train_hsdp(part: Part) -> Trained:
+def train_hsdp(part):
     start(part)
     model = blocks()
     shard(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES))
     return train(part, model, dist.get_rank())
 
 
-def train_hsdp_attached(part: Part) -> Trained:
+def train_hsdp_attached(part):
     """The shards' groups are Gloo's, and reducers average over the replicas."""
     start(part)
     gloo = dict.fromkeys(NAMES, "gloo")

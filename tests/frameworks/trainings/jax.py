@@ -3,10 +3,8 @@
 Rank 0 writes and reads it, and broadcasts what was in it.
 """
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +13,18 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import worker_client
-from tests.frameworks.resumption import Part, Trained, main
+from tests.frameworks.resumption import Trained, main
 from worker_client.jax import broadcast, value_and_grad
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    State = dict[str, Any]
+State = dict[str, Any]
 
 
-def loss_of(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+def loss_of(weights, x):
     outputs = jnp.tanh(x @ weights["hidden"]) @ weights["out"]
     return jnp.square(outputs - x.sum(axis=1, keepdims=True)).mean()
 
 
-def beginning() -> State:
+def beginning():
     keys = jax.random.split(jax.random.key(0), 2)
     weights = {
         "hidden": jax.random.normal(keys[0], (8, 16)) / 4,
@@ -39,14 +34,14 @@ def beginning() -> State:
     return {"weights": weights, "momenta": momenta, "rate": jnp.float32(0.1)}
 
 
-def average(weights: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+def average(weights, x):
     """Return this process's loss, and gradients that JAX's own runtime has averaged."""
     loss, gradients = jax.value_and_grad(loss_of)(weights, x)
     return loss, jax.lax.pmean(gradients, "rank")
 
 
-def step_with(gradients_of: Callable[..., tuple[jax.Array, Any]]) -> Callable[..., Any]:
-    def step(state: State, x: jax.Array) -> tuple[State, jax.Array]:
+def step_with(gradients_of):
+    def step(state, x):
         loss, gradients = gradients_of(state["weights"], x)
         momenta = jax.tree.map(lambda old, new: 0.9 * old + new, state["momenta"], gradients)
         weights = jax.tree.map(lambda w, m: w - state["rate"] * m, state["weights"], momenta)
@@ -55,7 +50,7 @@ def step_with(gradients_of: Callable[..., tuple[jax.Array, Any]]) -> Callable[..
     return step
 
 
-def train_jax(part: Part) -> Trained:
+def train_jax(part):
     rank = int(os.environ["RANK"])
     if part.stock:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -4,13 +4,10 @@ TensorFlow's strategy for several machines runs the model's ``train_step``: ``fi
 for a mean of batches, which it cannot make.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -26,7 +23,7 @@ if sys.argv[1] == "stock":  # before anything else of TensorFlow
 import keras  # noqa: E402
 
 import worker_client  # noqa: E402
-from tests.frameworks.resumption import MIDDLE, Part, Trained, main  # noqa: E402
+from tests.frameworks.resumption import MIDDLE, Trained, main  # noqa: E402
 from worker_client.keras import (  # noqa: E402
     BroadcastGlobalVariablesCallback,
     DistributedOptimizer,
@@ -39,16 +36,16 @@ y = x.sum(axis=2, keepdims=True)
 class Losses(keras.callbacks.Callback):
     """Keeps this rank's loss of each batch; a strategy's metrics are means over all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.losses: list[float] = []
+        self.losses = []
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch, logs=None):
         del logs
         self.losses.append(float(keras.ops.mean(keras.ops.square(self.model(x[batch]) - y[batch]))))
 
 
-def train_keras(part: Part) -> Trained:
+def train_keras(part):
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else nullcontext():
         layers = [keras.Input((8,)), keras.layers.Dense(16, "tanh"), keras.layers.Dense(1)]

@@ -1,17 +1,14 @@
 """Lightning's Trainer, stopped after an epoch, as it resumes no epoch of a plain DataLoader."""
 
-from __future__ import annotations
-
 import logging
 import warnings
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.frameworks.resumption import MIDDLE, Part, Trained, main
+from tests.frameworks.resumption import MIDDLE, Trained, main
 from worker_client.client.bootstrap import connect
 from worker_client.lightning import ReductionEnvironment, ReductionStrategy
 
@@ -23,25 +20,25 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 class Net(pl.LightningModule):
     """A network that keeps its losses, and a schedule."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(8, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
         )
-        self.losses: list[float] = []
+        self.losses = []
         self.bytes_reduced = 0
 
-    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+    def training_step(self, batch):
         x, y = batch
         loss = (self.layers(x) - y).square().mean()
         self.losses.append(loss.item())
         return loss
 
-    def on_train_end(self) -> None:
+    def on_train_end(self):
         client = getattr(self.trainer.strategy, "client", None)
         self.bytes_reduced = client.bytes_reduced if client else 0
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {
@@ -50,7 +47,7 @@ class Net(pl.LightningModule):
         }
 
 
-def train(part: Part, strategy: Any) -> Trained:
+def train(part, strategy):
     torch.manual_seed(0)
     model = Net()
     x = torch.randn(8 * 2 * MIDDLE, 8, generator=torch.Generator().manual_seed(1))
@@ -72,11 +69,11 @@ def train(part: Part, strategy: Any) -> Trained:
     return Trained(model.losses, model.bytes_reduced)
 
 
-def train_lightning(part: Part) -> Trained:
+def train_lightning(part):
     return train(part, "ddp" if part.stock else "reduction")
 
 
-def train_lightning_in_8_bits(part: Part) -> Trained:
+def train_lightning_in_8_bits(part):
     with connect(job="8 bits", wire_dtype="int8") as client:
         return train(part, ReductionStrategy(client=client))
 

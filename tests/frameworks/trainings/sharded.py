@@ -1,9 +1,5 @@
 """Models of which two ranks hold parts: FSDP2 and tensor parallel over the backend, and DCP."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,13 +17,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.frameworks.resumption import Part, Trained, main
+from tests.frameworks.resumption import Trained, main
 from worker_client.torch_backend import bytes_reduced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 WIDTH, BATCH, LENGTH = 8, 4, 6
 
@@ -35,29 +26,27 @@ WIDTH, BATCH, LENGTH = 8, 4, 6
 class Block(nn.Module):
     """A block of a transformer without its attention."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def blocks() -> nn.Sequential:
+def blocks():
     torch.manual_seed(0)
     return nn.Sequential(Block(), Block())
 
 
-def shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
+def shard(model, mesh):
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
 
 
-def train(
-    part: Part, model: nn.Module, seed: int, reduced: Callable[[], int] = bytes_reduced
-) -> Trained:
+def train(part, model, seed, reduced=bytes_reduced):
     """Train a model from the part's first step to its last.
 
     Args:
@@ -88,20 +77,20 @@ def train(
     return Trained(losses, reduced() - before)
 
 
-def start(part: Part) -> None:
+def start(part):
     """Make the process group of torch's default for CPUs, or the backend's, once."""
     if not dist.is_initialized():
         dist.init_process_group("gloo" if part.stock else "reduction")
 
 
-def train_fsdp2(part: Part) -> Trained:
+def train_fsdp2(part):
     start(part)
     model = blocks()
     shard(model, init_device_mesh("cpu", (2,)))
     return train(part, model, dist.get_rank())
 
 
-def train_tensor_parallel(part: Part) -> Trained:
+def train_tensor_parallel(part):
     start(part)
     model = blocks()
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
@@ -109,7 +98,7 @@ def train_tensor_parallel(part: Part) -> Trained:
     return train(part, model, 0)
 
 
-def train_sequence_parallel(part: Part) -> Trained:
+def train_sequence_parallel(part):
     """Between the layers each rank has half of the sequence, which reduce-scatters make."""
     start(part)
     model = blocks()

@@ -3,8 +3,6 @@
 Rank 0 writes and reads the checkpoint, and broadcasts what was in it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -12,11 +10,11 @@ import numpy as np
 import tensorflow as tf
 
 import worker_client
-from tests.frameworks.resumption import Part, Trained, main
+from tests.frameworks.resumption import Trained, main
 from worker_client.tensorflow import DistributedGradientTape, broadcast_variables
 
 
-def train_tensorflow(part: Part) -> Trained:
+def train_tensorflow(part):
     rank = int(os.environ["RANK"])
     if part.stock:
         task = {"type": "worker", "index": rank}
@@ -37,7 +35,7 @@ def train_tensorflow(part: Part) -> Trained:
     if not part.stock:
         broadcast_variables([*weights, *momenta, rate])
 
-    def step(x: tf.Tensor) -> tf.Tensor:
+    def step(x):
         with tf.GradientTape() as tape:
             outputs = tf.tanh(x @ weights[0]) @ weights[1]
             loss = tf.reduce_mean(tf.square(outputs - tf.reduce_sum(x, axis=1, keepdims=True)))

@@ -1,9 +1,5 @@
 """The Trainer of transformers: GPT-2 and Llama, stopped in the middle of an epoch."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import transformers
 from transformers import (
@@ -16,7 +12,7 @@ from transformers import (
 )
 
 import worker_client.accelerate
-from tests.frameworks.resumption import MIDDLE, STEPS, Part, Trained, main
+from tests.frameworks.resumption import MIDDLE, STEPS, Trained, main
 
 transformers.utils.logging.set_verbosity_error()
 WORDS, LENGTH = 50, 12
@@ -25,11 +21,11 @@ WORDS, LENGTH = 50, 12
 class Losses(Trainer):
     """A trainer that keeps its losses."""
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **given):
         super().__init__(**given)
-        self.losses: list[float] = []
+        self.losses = []
 
-    def training_step(self, *given: Any, **options: Any) -> torch.Tensor:
+    def training_step(self, *given, **options):
         loss = super().training_step(*given, **options)
         self.losses.append(loss.item())
         return loss
@@ -38,11 +34,11 @@ class Losses(Trainer):
 class Stop(TrainerCallback):
     """Saves and stops in the middle."""
 
-    def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+    def on_step_end(self, _, state, control, **__):
         control.should_save = control.should_training_stop = state.global_step == MIDDLE
 
 
-def train(part: Part, shape: Any) -> Trained:
+def train(part, shape):
     transformers.set_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(shape)
     generator = torch.Generator().manual_seed(1)
@@ -75,7 +71,7 @@ def train(part: Part, shape: Any) -> Trained:
     return Trained(trainer.losses, client.bytes_reduced - before if client else 0)
 
 
-def train_gpt2(part: Part) -> Trained:
+def train_gpt2(part):
     shape = GPT2Config(
         vocab_size=WORDS,
         n_positions=LENGTH,
@@ -88,7 +84,7 @@ def train_gpt2(part: Part) -> Trained:
     return train(part, shape)
 
 
-def train_llama(part: Part) -> Trained:
+def train_llama(part):
     shape = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=16,
