@@ -85,6 +85,7 @@ class Reducer(Process):
         self.connections = {}
         self.dies_after = None  # so many more sends
         self._busy_until = 0.0  # until then it does nothing but what needs no interpreter
+        self._busy_s = 0.0  # altogether: its engine's clock stands still meanwhile
         self._tick()
 
     def arrived(self, connection, message):
@@ -92,7 +93,9 @@ class Reducer(Process):
         now, hello = self.world.clock.now, Header.unpack(message.header).type is MessageType.HELLO
         if hello and (busy_s := self.world.busy_s(self.index)):
             self.world.note(f"reducer {self.index} is busy for {busy_s:.1f} s")
-            self._busy_until = max(self._busy_until, now + busy_s)
+            until = max(self._busy_until, now + busy_s)
+            self._busy_s += until - max(self._busy_until, now)
+            self._busy_until = until
         if hello and now < self._busy_until:
             self.world.clock.at(self._busy_until, lambda: self._take(connection, message))
         else:
@@ -130,8 +133,9 @@ class Reducer(Process):
                 connection.send(1, Message(header, body))
 
     def _tick(self):
+        now = self.world.clock.now - self._busy_s
         for lane in self.lanes if self.world.clock.now >= self._busy_until else ():
-            self.do(lambda lane=lane: self._send(lane, lane.engine.tick(self.world.clock.now)))
+            self.do(lambda lane=lane: self._send(lane, lane.engine.tick(now)))
         if self.alive:
             self.world.clock.after(TICK_S, self._tick)
 
