@@ -97,7 +97,8 @@ class Rendezvous:
 
         store = PrefixStore(f"part/{ranks[0]}", self._store)
         rank = list(ranks).index(self.ranks[self.rank])
-        own = str(ranks[0]) if number == 1 else f"{ranks[0]}-{number}"
+        # torch calls its groups "1", "2", and so on.
+        own = f"ranks{number}-{ranks[0]}"
         name = f"{self.name}.{own}" if self.name else own
         return Rendezvous(
             rank,
