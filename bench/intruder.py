@@ -33,6 +33,8 @@ LARGEST_CHUNK = 1 << 20  # that its HELLO asks for, and tests send
 WINDOW = 4 << 20
 JOB = "intruder"
 _HELD = 256  # connections of a crowd at a time
+# Its multiples are close together times the golden ratio, modulo 2^64.
+_CLOSE = min(range(1, 1 << 16), key=lambda at: at * 0x9E3779B97F4A7C15 % (1 << 64))
 
 
 class Worker:
@@ -152,8 +154,25 @@ def repeat(address: str, keys: Path | None = None) -> None:
             worker.contribute(1, bytes(64))
 
 
+def _small(address: str, keys: Path | None, apart: int) -> None:
+    """Contribute alone, 2,000 chunks of a byte each, so far apart."""
+    with _worker(address, keys, world_size=1) as worker:
+        for chunk in range(2000):
+            worker.contribute(1, b"\0", apart * chunk)
+
+
+def spread(address: str, keys: Path | None = None) -> None:
+    """Contribute bytes at the offsets of chunks, which `collide` compares with."""
+    _small(address, keys, 1 << 18)
+
+
+def collide(address: str, keys: Path | None = None) -> None:
+    """Contribute bytes at offsets that a map with the golden ratio's multiplier keeps close."""
+    _small(address, keys, _CLOSE)
+
+
 TENANTS: dict[str, Callable[[str, Path | None], None]] = {
-    act.__name__: act for act in (flood, stall, disconnect, garbage, repeat)
+    act.__name__: act for act in (flood, stall, disconnect, garbage, repeat, spread, collide)
 }
 
 

@@ -50,8 +50,7 @@ def serving(*arguments, command=REDUCER, **options):
         try:
             assert process.stdout
             said = [process.stdout.readline() for _ in range(1 + ("--http" in arguments))]
-            if "json" in arguments:
-                said = [json.loads(line)["event"] for line in said]
+            said = [json.loads(line)["event"] if line.startswith("{") else line for line in said]
             assert said[0].startswith("reducer ready on ")
             address, http = said[0].split()[-1], "".join(said[1:])
             yield Serving(process, address, http.removeprefix(HTTP_READY).strip())

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+_divisions = [0]  # calls of `connect_subgroup` so far; the same number at every rank
 
 
 def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -> Client:
@@ -187,7 +188,8 @@ def connect_subgroup(ranks: Sequence[int]) -> Client:
         raise ConfigError(
             "there is no process group: call torch.distributed.init_process_group() first"
         )
-    subgroup = group.subgroup(ranks)
+    _divisions[0] += 1
+    subgroup = group.subgroup(ranks, number=_divisions[0])
     client = enlist(config.load(), subgroup, (subgroup.rank, subgroup.world_size))
     lines.begin(client)
     return client

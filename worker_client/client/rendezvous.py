@@ -83,18 +83,23 @@ class Rendezvous:
         # A key is bound to the first part.
         return f"{owner(job)}.{digest}" if is_owner(owner(job)) else digest
 
-    def subgroup(self, ranks: Sequence[int], *, all_of: Sequence[Sequence[int]] = ()) -> Rendezvous:
+    def subgroup(
+        self, ranks: Sequence[int], *, all_of: Sequence[Sequence[int]] = (), number: int = 1
+    ) -> Rendezvous:
         """Return a rendezvous of some of these ranks, this one among them; each is in one.
 
         Args:
             ranks: as the default process group calls them, in the order of the subgroup.
             all_of: the ranks of all subgroups, so that each can have a group of its own made.
+            number: of this division of the ranks into subgroups, whose jobs may live at once.
         """
         from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 (as below)
 
         store = PrefixStore(f"part/{ranks[0]}", self._store)
         rank = list(ranks).index(self.ranks[self.rank])
-        name = f"{self.name}.{ranks[0]}" if self.name else str(ranks[0])
+        # torch calls its groups "1", "2", and so on.
+        own = f"ranks{number}-{ranks[0]}"
+        name = f"{self.name}.{own}" if self.name else own
         return Rendezvous(
             rank,
             ranks,
