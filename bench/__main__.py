@@ -58,7 +58,7 @@ STEPS = [
         "bench.ddp --workers 4 --reducers 4 --mbit 1000 --gloo-caps 25 --rounds 2",
         shaped=True,
     ),
-    Step("soak", "bench.soak --count 4000 --samples 80"),
+    Step("soak", "torture.soak --count 4000 --samples 80"),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bench.block8_oracle import VALUES
+from harness.block8_oracle import VALUES
 from worker_client.staging import casts
 from worker_client.staging.wire_rule import WIRE_DTYPES
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import psutil
 
-from bench.results import ROOT
+from harness import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from bench.oracle import Array
+    from harness.oracle import Array
 
 Kind: TypeAlias = Literal["pool", "embedded", "mixed", "gloo", "mpi", "ring"]
 OURS = ("pool", "embedded", "mixed")

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench import pool, theory
+from bench import theory
 from bench.contenders import KEY
-from bench.crew import REPLY_S, Control, Crew, CrewError, unavailable
+from bench.crew import REPLY_S, Control, Crew, unavailable
 from bench.results import Row
+from harness import HarnessError, pool
 from reducer.commands.keygen import keygen
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Contest:
         """Give all ranks of a contender a command; their replies, in rank order.
 
         Raises:
-            CrewError: a rank failed.
+            HarnessError: a rank failed.
         """
         (crew,) = (crew for crew in self._crews if crew.name == name)
         return crew.ask(action, **arguments)
@@ -217,7 +218,7 @@ class Contest:
             return
         try:
             action(*arguments)
-        except CrewError as error:
+        except HarnessError as error:
             self.skipped[crew.name] = str(error)
 
     def _block(self, crew: Crew, tally: Tally, size: int | Step, iterations: int | None) -> None:
@@ -232,7 +233,7 @@ class Contest:
         replies = crew.ask("prepare", patience_s=patience_s, count=count, check=check, **step)
         if "ends" not in replies[0]:
             crew.fail("it is older than this way of timing: copy bench/worker.py to its checkout")
-            raise CrewError(crew.failure)
+            raise HarnessError(crew.failure)
         if check:
             tally.wrong += sum(reply["wrong"] for reply in replies)
             tally.checked += count * self._workers

@@ -24,10 +24,10 @@ import psutil
 import typer
 
 from bench import ddp_models, options, report
-from bench.crew import CrewError
 from bench.ddp_figures import NO_OP
 from bench.ddp_run import Spec, measure
 from bench.results import DdpResults
+from harness import HarnessError
 from lab import Lab, LabUnavailable
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         with options.lab(workers + spec.reducers, rate) as lab:
             payload_rate = _payload_rate(lab)
             reports = measure(spec, lab)
-    except (LabUnavailable, CrewError) as error:
+    except (LabUnavailable, HarnessError) as error:
         sys.exit(f"bench.ddp: {error}")
     found = _results(run, spec, rate, payload_rate, reports)
     print(report.ddp_text(found))

@@ -6,7 +6,6 @@ standard output, one JSON object a line.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import time
@@ -20,10 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from bench import ddp_models
+from harness.reports import digest, report
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from bench.ddp_models import Workload
 
 # Gloo adds in another order, so last bits differ, and they grow with the steps. A single sum that
@@ -98,19 +96,6 @@ class Exchange:
         else:
             dist.all_reduce(self._buffer)
         return time.perf_counter() - start
-
-
-def report(event: str, **values: Any) -> None:
-    """Tell the parent process."""
-    print(json.dumps({"event": event, "rank": dist.get_rank(), **values}), flush=True)
-
-
-def digest(weights: Iterable[torch.Tensor]) -> str:
-    """Return a fingerprint of every bit."""
-    fingerprint = hashlib.sha256()
-    for tensor in weights:
-        fingerprint.update(tensor.numpy().data)
-    return fingerprint.hexdigest()
 
 
 def unlike(weights: list[torch.Tensor], reference: list[torch.Tensor]) -> tuple[int, float]:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench import options, pool
-from bench.crew import CrewError
-from bench.ranks import Ranks
+from bench import options
+from harness import HarnessError, pool
+from harness.ranks import Ranks
 from lab import Lab, LabUnavailable
 from worker_client.protocol.joining import auto_streams
 
@@ -79,7 +79,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                         raise ranks.stalled("a rank said nothing")
                     said.append(one)
                 ranks.tell("done")
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.far: {error}")
     ends = [max(one["ends"][at] for one in said) for at in range(count)]
     half = count // 2

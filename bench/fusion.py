@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter
 
-from bench import options, pool
-from bench.crew import CrewError
-from bench.ranks import Ranks
+from bench import options
+from harness import HarnessError, pool
+from harness.ranks import Ranks
 from lab import LabUnavailable
 
 PATIENCE_S = 600.0
@@ -58,7 +58,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             with Ranks(module, lab.hosts[:workers], arguments, servers) as ranks:
                 said = [_result(ranks) for _ in range(workers)]
                 ranks.tell("done")
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.fusion: {error}")
     where = "loopback, unshaped" if unshaped else f"links of {mbit:g} Mbit/s"
     print(f"# {tensors} tensors of {nbytes} bytes, {workers} ranks, {reducers} reducers, {where}")

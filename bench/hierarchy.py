@@ -18,10 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import options, pool
-from bench.crew import CrewError
+from bench import options
 from bench.hierarchy_rank import DEVICE, MODES
-from bench.results import ROOT
+from harness import ROOT, HarnessError, pool
 from lab import Lab, LabUnavailable
 from worker_client.commands.demo.ranks import free_port
 
@@ -65,7 +64,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         rows = measure(
             nodes=nodes, local=local, reducers=reducers, mbit=mbit, nbytes=nbytes, rounds=rounds
         )
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.hierarchy: {error}")
     print(f"{'':14}{'seconds':>9}{'sent/S':>9}{'received/S':>12}{'wrong':>7}")
     for row in rows:
@@ -81,7 +80,7 @@ def measure(
     """Return the medians, flat first.
 
     Raises:
-        CrewError: a rank failed; what it said is in the message.
+        HarnessError: a rank failed; what it said is in the message.
         LabUnavailable: there can be no hosts with links of their own.
     """
     with Lab(nodes + reducers, mbit) as lab:
@@ -141,14 +140,14 @@ def collect(rank: int, process: subprocess.Popen[str]) -> list[dict[str, Any]]:
     """Wait for a rank's end and return its figures.
 
     Raises:
-        CrewError: it failed.
+        HarnessError: it failed.
     """
     try:
         output, said = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        raise CrewError(f"rank {rank} did not end within {PATIENCE_S:g} s") from None
+        raise HarnessError(f"rank {rank} did not end within {PATIENCE_S:g} s") from None
     if process.returncode:
-        raise CrewError(f"rank {rank} failed: {said.strip()[-2000:]}")
+        raise HarnessError(f"rank {rank} failed: {said.strip()[-2000:]}")
     return [json.loads(line) for line in output.splitlines()]
 
 

@@ -136,6 +136,7 @@ def begin_all_reduces(
     *,
     distance: Distance = NEAR,
     streams: int = 1,
+    room: str = "bench",
 ) -> Results:
     """Return results without rows yet, of links with this rate if they can have it."""
     settings = Settings(
@@ -147,7 +148,7 @@ def begin_all_reduces(
         rounds=rounds,
         skipped={},
     )
-    return Results(**dict(begin(f"bench.{kind}")), kind=kind, settings=settings)
+    return Results(**dict(begin(f"{room}.{kind}")), kind=kind, settings=settings)
 
 
 def finish(found: Results, json: Path | None, plot: Path | None) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from bench.contenders import Place
-    from bench.oracle import Array
+    from harness.oracle import Array
 
 SMALLEST, LARGEST = 64 << 10, 256 << 10  # bytes of a chunk, where the segment allows
 PER_SEGMENT = 4  # chunks, so that adding one overlaps with receiving the next

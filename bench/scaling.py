@@ -17,7 +17,7 @@ import typer
 from bench import options, report
 from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
-from bench.crew import CrewError
+from harness import HarnessError
 from lab import LabUnavailable
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             for row in rows:
                 print(report.line(columns, row), flush=True)
             found.rows += rows
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.scaling: {error}")
     print(f"# {report.conditions(found.settings)}")
     for text in flatness(found):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench import oracle
 from bench.contenders import OURS, Embedded, Gloo, Mpi, Place, Pool
+from harness import oracle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -415,7 +415,7 @@ BY_FILE = {
             "test_other_contenders",
         ),
     },
-    "tests/bench/test_guarantee.py": {
+    "tests/torture/test_guarantee.py": {
         "": (
             "test_every_result_is_right_or_an_error_in_time",
             "test_every_topology",

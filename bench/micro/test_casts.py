@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer.wire.constants import DType
 from worker_client.staging import casts
 

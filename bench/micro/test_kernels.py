@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer import kernels
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, ReduceOp
 

@@ -1,0 +1,207 @@
+"""The parent's side of `torture.chaos_worker`: a training whose reducers die and come back."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import time
+from typing import TYPE_CHECKING
+
+from harness import HarnessError, pool
+from harness.ranks import Ranks
+from torture.chaos_figures import Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from lab import Host, Lab
+    from torture.chaos_blows import Blow
+
+LISTEN_S = 0.02
+PATIENCE_S = 60.0  # for what takes seconds on a busy machine
+STEPS_ALONE = 30  # without a reducer that does not come back
+PORTS = range(20_000, 32_000)  # below those that the system gives to connections
+
+
+class Pool:
+    """Reducers that are ended and started again at the same addresses."""
+
+    def __init__(self, hosts: Iterable[Host]) -> None:
+        self._hosts = list(hosts)
+        self._ports = [_free_port() for _ in self._hosts]
+        pairs = zip(self._hosts, self._ports, strict=True)
+        self._processes = [pool.launch(host, {}, port) for host, port in pairs]
+        self.addresses = [pool.Reducer(process).address for process in self._processes]
+
+    def end(self, reducer: int, number: signal.Signals) -> None:
+        """Send a signal and wait until the process is gone."""
+        process = self._processes[reducer]
+        process.send_signal(number)
+        process.wait(PATIENCE_S)
+
+    def start(self, reducer: int) -> None:
+        """Start a reducer that has ended, and wait until it listens."""
+        self.launch(reducer)
+        pool.Reducer(self._processes[reducer])
+
+    def launch(self, reducer: int, **environment: str) -> None:
+        """Start a reducer that has ended; it need not come to listen."""
+        _close(self._processes[reducer])
+        self._processes[reducer] = pool.launch(
+            self._hosts[reducer], environment, self._ports[reducer]
+        )
+
+    def has_ended(self, reducer: int) -> bool:
+        """Whether the process is gone."""
+        return self._processes[reducer].poll() is not None
+
+    def stop(self) -> None:
+        """End all that run."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            _close(process)
+
+
+class Training:
+    """A training that goes on while reducers are ended and started.
+
+    Args:
+        ranks: its processes.
+        reducers: theirs.
+        workers: number of ranks.
+
+    Attributes:
+        record: what the ranks have reported.
+    """
+
+    def __init__(self, ranks: Ranks, reducers: Pool, workers: int) -> None:
+        self.record = Record(workers)
+        self._ranks = ranks
+        self._pool = reducers
+
+    def suffer(self, blow: Blow) -> None:
+        """Let a blow happen, and wait until every rank has got over it.
+
+        Raises:
+            HarnessError: a rank failed, or has not got over it after `PATIENCE_S`.
+        """
+        self.rest(blow.rest_s)
+        victim = blow.reducer
+        if blow.failpoint:
+            self._pool.end(victim, signal.SIGTERM)
+            self._pool.launch(victim, REDUCTION_FAILPOINTS=blow.failpoint)
+            self.until(lambda: self._pool.has_ended(victim), f"{blow.failpoint} is passed")
+            self.record.blows.append(time.monotonic())
+        else:
+            self.record.blows.append(time.monotonic())
+            self._pool.end(victim, blow.number)
+        if not blow.comes_back:
+            self.progress(STEPS_ALONE)
+            return
+        self._pool.start(victim)
+        # Who has made two steps since has noticed: each needs all reducers that are in use.
+        self.progress(2)
+        self.until(lambda: self.record.all_use(victim), f"all ranks use reducer {victim} again")
+
+    def progress(self, steps: int) -> None:
+        """Wait until every rank has made some steps more than any has now."""
+        while self._hear(0.0):
+            pass  # what they have said in the meantime
+        goal = self.record.most_steps + steps
+        self.until(lambda: self.record.least_steps >= goal, f"all ranks make step {goal}")
+
+    def rest(self, seconds: float) -> None:
+        """Let it train for a while."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self._hear(left)
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Let it train until something is so."""
+        end = time.monotonic() + PATIENCE_S
+        while not done():
+            if time.monotonic() > end:
+                made = f"steps made by rank: {self.record.steps}"
+                raise self._ranks.stalled(f"{PATIENCE_S:g} s did not suffice until {what}; {made}")
+            self._hear(LISTEN_S)
+
+    def finish(self) -> None:
+        """Let all ranks stop at the same step."""
+        self._ranks.tell("stop")
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all ranks have stopped."""
+        heard = time.monotonic()
+        while self._ranks.running:
+            if self._hear(LISTEN_S):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > PATIENCE_S:
+                raise self._ranks.stalled(f"no rank has made a step for {PATIENCE_S:g} s")
+
+    def _hear(self, patience_s: float) -> bool:
+        said = self._ranks.hear(patience_s)
+        if said is not None:
+            self.record.add(said)
+        return said is not None
+
+
+def train(
+    lab: Lab,
+    workers: int,
+    blows: Iterable[Blow],
+    *,
+    seed: int,
+    steps: int | None = None,
+    pause_s: float = 0.0,
+) -> Record:
+    """Train on a lab with a host per worker and one per reducer.
+
+    Args:
+        lab: the first hosts are the workers', all others the reducers'.
+        workers: number of ranks.
+        blows: what happens to reducers, one after the other.
+        seed: of the data.
+        steps: how many to make; None: until all blows have happened.
+        pause_s: time between two steps.
+
+    Raises:
+        HarnessError: a process failed; the message holds the end of what it said.
+    """
+    reducers = Pool(lab.hosts[workers:])
+    arguments = {"seed": seed, "steps": steps, "pause_s": pause_s}
+    try:
+        with Ranks(
+            "torture.chaos_worker", lab.hosts[:workers], arguments, reducers.addresses
+        ) as ranks:
+            training = Training(ranks, reducers, workers)
+            training.progress(2)
+            for blow in blows:
+                training.suffer(blow)
+            if steps is None:
+                training.finish()
+            training.wait()
+            return training.record
+    except subprocess.TimeoutExpired as error:
+        raise HarnessError(f"a reducer did not end: {error}") from None
+    finally:
+        reducers.stop()
+
+
+def _close(process: subprocess.Popen[str]) -> None:
+    assert process.stdout
+    process.stdout.close()
+
+
+def _free_port() -> int:
+    while True:
+        with socket.socket() as probe:
+            port = random.choice(PORTS)  # noqa: S311 (any will do)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
