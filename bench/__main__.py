@@ -4,8 +4,6 @@ It takes less than three minutes on 2 cores. Every command is printed before it 
 repeated with other options; README.md says what each measures.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil

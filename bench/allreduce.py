@@ -5,10 +5,8 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path  # noqa: TC003 (typer reads it)
+from pathlib import Path
 from typing import Annotated
 
 import typer

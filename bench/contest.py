@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from bench import theory
-from bench.contenders import KEY
+from bench.contenders import KEY, Contender
 from bench.crew import REPLY_S, Control, Crew, unavailable
 from bench.results import Row
 from harness import HarnessError, pool
+from lab import Lab
 from reducer.commands.keygen import keygen
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-
-    from bench.contenders import Contender
-    from lab import Lab
 
 BLOCK_S = 0.5  # a round's share of one contender, unless one all-reduce takes longer
 MOST = 2000  # iterations in a block

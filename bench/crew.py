@@ -14,15 +14,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from bench import mpi
-from bench.contenders import Place
+from bench.contenders import Contender, Place
 from harness import HarnessError
-
-if TYPE_CHECKING:
-    from bench.contenders import Contender
-    from lab import Lab
+from lab import Lab
 
 ABORT_S = 5.0
 LAST_LINES = 60

@@ -1,18 +1,14 @@
 """The parent's side of `bench.ddp_worker`: starts the ranks in a lab and hears their reports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench import ddp_models
 from bench.ddp_figures import NO_OP, OURS, Reports
 from harness import pool
 from harness.ranks import Ranks
+from lab import Lab
 from worker_client.ddp import DEFAULT_BUCKET_CAP_MB
-
-if TYPE_CHECKING:
-    from lab import Lab
 
 WARMUP_STEPS = 3
 TORCH_BYTES = 400 << 20  # of a process that has imported torch

@@ -4,13 +4,11 @@ Started as ``python -m bench.ddp_worker SPEC`` with the launcher's usual environ
 standard output, one JSON object a line.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from bench import ddp_models
+from bench.ddp_models import Workload
 from harness.reports import digest, report
-
-if TYPE_CHECKING:
-    from bench.ddp_models import Workload
 
 # Gloo adds in another order, so last bits differ, and they grow with the steps. A single sum that
 # lacks a rank, has one twice or is another step's is off by a thousandth of a weight and more.

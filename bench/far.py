@@ -5,29 +5,23 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from bench import options
 from harness import HarnessError, pool
 from harness.ranks import Ranks
-from lab import Lab, LabUnavailable
+from lab import Host, Lab, LabUnavailable
 from worker_client.protocol.joining import auto_streams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab import Host
 
 PORT = 6000  # of iperf3's first server on a host
 LISTEN_S = 1.0

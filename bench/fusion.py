@@ -5,8 +5,6 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
 from statistics import median
 from typing import Annotated

@@ -7,8 +7,6 @@ same processes, links and reducers, in turn. Printed are medians: of the time un
 the result, and of what a node's card sent and received, headers and all, in sizes of the buffer.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

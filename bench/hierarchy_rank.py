@@ -4,8 +4,6 @@
 prints a line of JSON for each all-reduce.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,10 +1,8 @@
 """Options that the benchmarks share."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -12,13 +10,8 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from bench import report, results
 from bench.contenders import Contender
 from bench.contest import Step
-from bench.results import NEAR, Distance, Results, Run, Settings
+from bench.results import NEAR, Distance, Kind, Results, Run, Settings
 from lab import Lab
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bench.results import Kind
 
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 BASELINES = {"gloo": Contender("gloo"), "mpi": Contender("mpi"), "ring": Contender("ring")}

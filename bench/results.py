@@ -5,8 +5,6 @@ bytes per second. None means that a figure was not measured, or makes no sense t
 defines every figure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -8,8 +8,6 @@ are the loss on text that no site has seen, a step's time, what of it was spent 
 waiting or adding, and what a site's network card has sent, headers and all: medians of all turns.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -17,19 +15,16 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, NamedTuple
 
 import typer
 
 from bench.hierarchy_rank import DEVICE
 from harness import ROOT, HarnessError, pool
 from lab import Lab, LabUnavailable
+from lab.lab import Host
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from lab.lab import Host
 
 
 class Kind(NamedTuple):

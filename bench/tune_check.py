@@ -5,8 +5,6 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Processes of reducers and ranks, and independent oracles: what tests and benchmarks share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent

@@ -4,8 +4,6 @@ A block has 256 bytes: a little-endian float32 scale, and 252 int8 or E4M3, by t
 is sent with: ``int8`` or ``fp8_e4m3``.
 """
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

@@ -4,17 +4,13 @@ The values repeat with a period that is a prime number of elements, so that no c
 segment is like another one: a result in the wrong place is a wrong result.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from harness import block8_oracle
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 

@@ -1,21 +1,15 @@
 """Reducers on hosts of a lab, and the processor time that processes use."""
 
-from __future__ import annotations
-
+import subprocess
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from subprocess import PIPE
-from typing import TYPE_CHECKING
 
 import psutil
 
 from harness import ROOT, HarnessError
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterable, Mapping
-
-    from lab.lab import Host
+from lab.lab import Host
 
 READY = "reducer ready on "
 

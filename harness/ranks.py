@@ -10,17 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import IO, TYPE_CHECKING, Any
+from types import TracebackType
+from typing import IO, Any
 
 from harness import ROOT, HarnessError
+from lab import Host
 from worker_client.commands.demo.ranks import free_port, pipe
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
-
-    from lab import Host
 
 ABORT_S = 5.0
 LAST_LINES = 5

@@ -1,15 +1,13 @@
 """A reducer, honest jobs and intruders, each as processes of their own, on this machine."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -18,9 +16,6 @@ from harness.pool import READY
 from hostile.intruder import JOB
 from reducer.commands.keygen import keygen
 from worker_client.commands.demo.ranks import pipe
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 ALONE, FAIR = "alone", "beside an honest job"
 BAR = 1.10

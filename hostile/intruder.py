@@ -5,28 +5,21 @@
 It prints ``ready``, and at the end, as JSON, how often it did what it does.
 """
 
-from __future__ import annotations
-
 import json
 import os
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hostile.lines import Bare, Encrypted
+from hostile.lines import Bare, Encrypted, Line
 from hostile.zmtp import STRANGERS, mutated
 from reducer.wire.constants import PATIENCE_MS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Iterator
-
-    from hostile.lines import Line
 
 CHUNK = 256 << 10
 LARGEST_CHUNK = 1 << 20  # that its HELLO asks for, and tests send

@@ -1,18 +1,14 @@
 """How a worker that breaks the rules talks to a reducer: bare, or encrypted with its job's keys."""
 
-from __future__ import annotations
-
 import struct
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from hostile.zmtp import COMMAND, GREETING, HANDSHAKE, LONG, MORE, dial, frame
 from worker_client.runtime.credentials import load
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PATIENCE_S = 10.0
 # libzmq notices no end of a connection that it has stopped to read.

@@ -8,22 +8,18 @@ meanwhile and afterwards. In the end processes say mutated sessions, one after t
 longest step of a job of small buffers. bench/README.md defines every figure.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bench import options
 from hostile import company
 from hostile.zmtp import STRANGERS, dial
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PATIENCE_S = 30.0  # for files to be closed
 IDLE = "idle at once"

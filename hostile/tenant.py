@@ -4,8 +4,6 @@ It answers with one JSON object a line: the median and the longest time, in seco
 elements were wrong.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -6,8 +6,6 @@ The honest job is measured alone, beside an honest second one, which is its fair
 a hostile one of each kind, in turn, several times over. bench/README.md defines every figure.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from typing import Annotated

@@ -1,21 +1,16 @@
 """What strangers say to a reducer's port: other protocols, and bad ZMTP 3 by hand."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GREETING = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE, LONG, COMMAND = 1, 2, 4

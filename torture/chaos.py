@@ -7,12 +7,10 @@ started again, until `--kills` are done; then the same training makes as many st
 and must end with the same bits. bench/README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from importlib.util import find_spec
-from pathlib import Path  # noqa: TC003 (typer reads it)
+from pathlib import Path
 from typing import Annotated
 
 import typer

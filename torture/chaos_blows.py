@@ -1,7 +1,5 @@
 """What `torture.chaos` does to reducers: which is ended when, how, and whether it comes back."""
 
-from __future__ import annotations
-
 import random
 import signal
 from dataclasses import dataclass

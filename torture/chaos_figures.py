@@ -4,8 +4,6 @@ A step lasts from when the first rank begins it to when the last one has finishe
 bench/README.md defines the figures.
 """
 
-from __future__ import annotations
-
 import statistics
 from bisect import bisect_right
 from collections import defaultdict

@@ -1,23 +1,17 @@
 """The parent's side of `torture.chaos_worker`: a training whose reducers die and come back."""
 
-from __future__ import annotations
-
 import random
 import signal
 import socket
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from harness import HarnessError, pool
 from harness.ranks import Ranks
+from lab import Host, Lab
+from torture.chaos_blows import Blow
 from torture.chaos_figures import Record
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from lab import Host, Lab
-    from torture.chaos_blows import Blow
 
 LISTEN_S = 0.02
 PATIENCE_S = 60.0  # for what takes seconds on a busy machine

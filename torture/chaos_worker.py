@@ -5,8 +5,6 @@ on standard output, one JSON object a line. Whatever happens to reducers, the we
 step depend on nothing but its number.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -3,23 +3,16 @@
 Every case is a function that is handed a `Scene`, brings its fault upon it, and returns a `Row`.
 """
 
-from __future__ import annotations
-
 import math
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from harness import HarnessError, pool
-from lab import packets
+from lab import Lab, packets
+from lab.packets import Way
 from torture.fault_job import Job, Told
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lab import Lab
-    from lab.packets import Way
 
 WORKERS = 4
 REDUCERS = 3

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import secrets
+import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from subprocess import PIPE
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from harness import ROOT, HarnessError
+from lab.lab import Host, Lab
 from torture.fault_rank import Part
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    import signal
-    import subprocess
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-
-    from lab.lab import Host, Lab
 
 JOIN_S = 50.0  # most of it is importing torch in all ranks at once
 LEAVE_S = 10.0

@@ -5,15 +5,13 @@ for the next one, until its standard input ends. What it tells are lines of JSON
 the time of the machine's monotonic clock (``at``), which all hosts of a lab share.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import logging
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +19,7 @@ import worker_client
 from harness import oracle
 from reducer.errors import ReductionError
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from worker_client.client.client import Client
+from worker_client.client.client import Client
 
 SCALES = 16  # so many all-reduces in a row have results of their own
 

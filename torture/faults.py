@@ -6,23 +6,17 @@ Four ranks and three reducers are processes on hosts of a lab; every fault is br
 their own. bench/README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import math
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
 from harness import HarnessError
 from lab import Lab, LabUnavailable
 from torture import fault_cases
-from torture.fault_cases import MBIT, REDUCERS, WORKERS, Row, stage
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torture.fault_cases import Scene
+from torture.fault_cases import MBIT, REDUCERS, WORKERS, Row, Scene, stage
 
 CASES: dict[str, Callable[[Scene, int], Row]] = {
     "healthy": fault_cases.healthy,

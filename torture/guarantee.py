@@ -7,8 +7,6 @@ for bit, with an oracle in NumPy; meanwhile processes are killed and stopped, co
 calls refused, interrupted and late. bench/README.md says what is done, and defines every figure.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import random

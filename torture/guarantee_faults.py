@@ -1,22 +1,13 @@
 """What `torture.guarantee` does to jobs and reducers, and how it sees that they got over it."""
 
-from __future__ import annotations
-
 import logging
+import random
 import signal
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
-from torture.guarantee_job import pump
-from torture.guarantee_pool import reset
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Mapping
-
-    from torture.guarantee_job import Job, Member, Tally
-    from torture.guarantee_pool import Reducers
-
+from torture.guarantee_job import Job, Member, Tally, pump
+from torture.guarantee_pool import Reducers, reset
 
 log = logging.getLogger(__name__)
 HEAR_S = 0.05

@@ -1,7 +1,5 @@
 """The parent's side of `torture.guarantee_rank`: the ranks of a job, life after life."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -9,20 +7,17 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from torture import guarantee_rank
 from torture.guarantee_plan import MAIN, THREADS
+from torture.guarantee_rank import Part
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-    from pathlib import Path
-
-    from torture.guarantee_rank import Part
 
 log = logging.getLogger(__name__)
 START_S = 60.0  # for the process that ranks are forked from to import everything

@@ -1,19 +1,14 @@
 """How a rank of `torture.guarantee` tells whether the result of a call is right."""
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from torture import guarantee_oracle as oracles
 from torture.guarantee_oracle import Oracle, Shape
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torture.guarantee_plan import Call, Plan
+from torture.guarantee_plan import Call, Plan
 
 NEAR = 20  # steps before and after, among which a wrong result is looked for
 

@@ -4,19 +4,14 @@ Nothing here is the product's: its specification was read, and its code was not.
 from a seed and a call's key, so that each rank knows what every other one brings.
 """
 
-from __future__ import annotations
-
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from harness import block8_oracle
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torture.guarantee_plan import Call
+from torture.guarantee_plan import Call
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 Fold: TypeAlias = "Callable[[Array, Array], Array]"

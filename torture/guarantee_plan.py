@@ -4,8 +4,6 @@ A rank has a main thread, whose calls mostly have no names, and two more, whose 
 A thread goes step by step: it makes some calls, and then waits for all of them.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The reducers of `torture.guarantee`, ended and started again, and connections that are reset."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os
@@ -14,16 +12,13 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness import ROOT, HarnessError
 from harness.pool import READY
 from worker_client.commands.demo.ranks import pipe
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
 
 START_S = 60.0
 END_S = 20.0  # more than a reducer takes to drain

@@ -1,17 +1,12 @@
 """What the system does to a rank of `torture.guarantee`: time that is withheld, and signals."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from types import FrameType
 
 from worker_client.client.client import Client
 from worker_client.work import Work
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 TICK_S = 0.025  # between two looks at the clock
 SOON_S = 3e-4  # that an interrupt comes after at most

@@ -1,23 +1,17 @@
 """The topologies of `torture.guarantee`: how reducers and ranks are arranged, and their faults."""
 
-from __future__ import annotations
-
+import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from reducer.commands.keygen import keygen
 from torture.guarantee_faults import Arena
-from torture.guarantee_job import Job
+from torture.guarantee_job import Job, Tally
 from torture.guarantee_plan import Plan
 from torture.guarantee_pool import Reducers
 from torture.guarantee_rank import Part
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torture.guarantee_job import Tally
 
 TIMEOUT_S = 4.0
 CONNECT_S = 8.0

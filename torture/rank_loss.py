@@ -5,15 +5,14 @@
 bench/README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import psutil
@@ -22,9 +21,6 @@ import typer
 from harness import HarnessError, pool
 from lab import Lab
 from torture.fault_job import LEAVE_S, Job
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ELEMENTS = 500_000  # 2 MB: there is always something under way
 BOUND_S = 2.0

@@ -8,8 +8,6 @@ pace. A line for each case: calls, errors, wrong results, and whether all reduce
 end. bench/README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import itertools
 import signal
 import sys

@@ -1,7 +1,5 @@
 """One rank of `torture.rolling`: makes calls at some pace until it is told to stop."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

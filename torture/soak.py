@@ -6,13 +6,12 @@ Sizes are drawn log-uniformly from 4 bytes to `--largest`, the same at every ran
 defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import psutil
@@ -25,9 +24,6 @@ from bench.results import Sample, Soak, Trend
 from harness import HarnessError
 from harness.oracle import PERIOD
 from lab import LabUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 MIB = 1 << 20
 SLACK = 1 * MIB  # what an allocator may take and keep without anybody leaking
