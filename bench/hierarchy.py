@@ -7,9 +7,7 @@ same processes, links and reducers, in turn. Printed are medians: of the time un
 the result, and of what a node's card sent and received, headers and all, in sizes of the buffer.
 """
 
-import json
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,10 +15,10 @@ from typing import Annotated, Any
 import typer
 
 from bench import options
-from bench.hierarchy_rank import DEVICE, MODES
-from harness import ROOT, HarnessError, pool
+from bench.hierarchy_rank import MODES
+from harness import HarnessError, pool
+from harness.ranks import Ranks
 from lab import Lab, LabUnavailable
-from worker_client.commands.demo.ranks import free_port
 
 PATIENCE_S = 500.0
 
@@ -83,27 +81,25 @@ def measure(
     """
     with Lab(nodes + reducers, mbit) as lab:
         started = pool.start(lab.hosts[nodes:])
-        servers = ",".join(reducer.address for reducer in started)
-        common = {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(nodes * local),
-            "MASTER_ADDR": lab.hosts[0].address,
-            "MASTER_PORT": str(free_port()),
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "REDUCTION_SERVERS": servers,
-            "REDUCTION_CONNECT_TIMEOUT": "60s",
-        }
-        ranks = [
-            lab.hosts[rank // local].start(
-                [sys.executable, "-m", "bench.hierarchy_rank", str(nbytes), str(rounds)],
-                env={**common, **place(rank, local)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            for rank in range(nodes * local)
-        ]
-        said = [collect(rank, process) for rank, process in enumerate(ranks)]
+        servers = [reducer.address for reducer in started]
+        hosts = [lab.hosts[rank // local] for rank in range(nodes * local)]
+        arguments = {"nbytes": nbytes, "rounds": rounds}
+        patience = {"REDUCTION_CONNECT_TIMEOUT": "60s"}
+        said: list[list[dict[str, Any]]] = [[] for _ in hosts]
+        with Ranks(
+            "bench.hierarchy_rank",
+            hosts,
+            arguments,
+            servers,
+            patience,
+            per_rank=lambda rank: place(rank, local),
+        ) as ranks:
+            while ranks.running:
+                running = ranks.running
+                if (line := ranks.hear(PATIENCE_S)) is not None:
+                    said[line["rank"]].append(line)
+                elif ranks.running == running:
+                    raise ranks.stalled(f"the ranks said nothing for {PATIENCE_S:g} s")
         for reducer in started:
             reducer.stop()
     rows = []
@@ -127,26 +123,10 @@ def measure(
 def place(rank: int, local: int) -> dict[str, str]:
     """Return what a launcher tells a rank about itself."""
     return {
-        "RANK": str(rank),
         "LOCAL_RANK": str(rank % local),
         "LOCAL_WORLD_SIZE": str(local),
         "GROUP_RANK": str(rank // local),
     }
-
-
-def collect(rank: int, process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """Wait for a rank's end and return its figures.
-
-    Raises:
-        HarnessError: it failed.
-    """
-    try:
-        output, said = process.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        raise HarnessError(f"rank {rank} did not end within {PATIENCE_S:g} s") from None
-    if process.returncode:
-        raise HarnessError(f"rank {rank} failed: {said.strip()[-2000:]}")
-    return [json.loads(line) for line in output.splitlines()]
 
 
 if __name__ == "__main__":

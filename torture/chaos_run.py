@@ -1,62 +1,20 @@
 """The parent's side of `torture.chaos_worker`: a training whose reducers die and come back."""
 
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
 
-from harness import HarnessError, pool
+from harness import HarnessError
+from harness.pool import Pool
 from harness.ranks import Ranks
-from lab import Host, Lab
+from lab import Lab
 from torture.chaos_blows import Blow
 from torture.chaos_figures import Record
 
 LISTEN_S = 0.02
 PATIENCE_S = 60.0  # for what takes seconds on a busy machine
 STEPS_ALONE = 30  # without a reducer that does not come back
-PORTS = range(20_000, 32_000)  # below those that the system gives to connections
-
-
-class Pool:
-    """Reducers that are ended and started again at the same addresses."""
-
-    def __init__(self, hosts: Iterable[Host]) -> None:
-        self._hosts = list(hosts)
-        self._ports = [_free_port() for _ in self._hosts]
-        pairs = zip(self._hosts, self._ports, strict=True)
-        self._processes = [pool.launch(host, {}, port) for host, port in pairs]
-        self.addresses = [pool.Reducer(process).address for process in self._processes]
-
-    def end(self, reducer: int, number: signal.Signals) -> None:
-        """Send a signal and wait until the process is gone."""
-        process = self._processes[reducer]
-        process.send_signal(number)
-        process.wait(PATIENCE_S)
-
-    def start(self, reducer: int) -> None:
-        """Start a reducer that has ended, and wait until it listens."""
-        self.launch(reducer)
-        pool.Reducer(self._processes[reducer])
-
-    def launch(self, reducer: int, **environment: str) -> None:
-        """Start a reducer that has ended; it need not come to listen."""
-        _close(self._processes[reducer])
-        self._processes[reducer] = pool.launch(
-            self._hosts[reducer], environment, self._ports[reducer]
-        )
-
-    def has_ended(self, reducer: int) -> bool:
-        """Whether the process is gone."""
-        return self._processes[reducer].poll() is not None
-
-    def stop(self) -> None:
-        """End all that run."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            _close(process)
 
 
 class Training:
@@ -183,19 +141,3 @@ def train(
         raise HarnessError(f"a reducer did not end: {error}") from None
     finally:
         reducers.stop()
-
-
-def _close(process: subprocess.Popen[str]) -> None:
-    assert process.stdout
-    process.stdout.close()
-
-
-def _free_port() -> int:
-    while True:
-        with socket.socket() as probe:
-            port = random.choice(PORTS)  # noqa: S311 (any will do)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from subprocess import PIPE
 from types import TracebackType
+from typing import Any
 
-from harness import ROOT, HarnessError
+from harness import HarnessError
+from harness.processes import Process
 from lab.lab import Host, Lab
 from torture.fault_rank import Part
 from worker_client.commands.demo.ranks import free_port
@@ -95,7 +92,7 @@ class Told:
     over: bool = False
 
 
-class Rank:
+class Rank(Process):
     """One rank's process.
 
     Attributes:
@@ -106,50 +103,19 @@ class Rank:
         self.host = host
         self.told = Told()
         self._changed = changed
-        # Gloo would listen on whatever the machine's name resolves to.
-        interface = "lo" if host.address == "127.0.0.1" else "eth0"
-        environment = {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": interface,
-        }
-        self._process: subprocess.Popen[str] = host.start(
-            [sys.executable, "-m", "torture.fault_rank"], env=environment, stdin=PIPE, stdout=PIPE
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        super().__init__(host, "-m", "torture.fault_rank", hear=self._take_note)
 
     def take(self, part: Part) -> None:
         """Begin a part."""
         self.told = Told()
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(asdict(part)) + "\n")
-        self._process.stdin.flush()
+        self.tell(json.dumps(asdict(part)))
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal; `ip netns exec` has become the rank's own process."""
-        self._process.send_signal(number)
-
-    @property
-    def ended(self) -> int | None:
-        """How the process ended: its exit code, or minus a signal's number; None if it runs."""
-        return self._process.poll()
-
-    def end(self) -> None:
-        """Kill the process; nothing more is told then."""
-        self._process.kill()
-        self._process.wait()
-        self._reader.join()
-
-    def _read(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            facts = json.loads(line)
-            with self._changed:
-                self._note(facts.pop("what"), facts)
-                self._changed.notify_all()
+    def _take_note(self, facts: dict[str, Any] | None) -> None:
         with self._changed:
-            self.told.over = True
+            if facts is None:
+                self.told.over = True
+            else:
+                self._note(facts.pop("what"), facts)
             self._changed.notify_all()
 
     def _note(self, what: str, facts: dict[str, object]) -> None:
@@ -235,7 +201,8 @@ class Job:
         self.wait(lambda: all(told.joined or told.over for told in self.told), JOIN_S)
         for rank, told in enumerate(self.told):
             if not told.joined:
-                raise HarnessError(f"rank {rank} did not join: {told.failure}")
+                words = self.ranks[rank].last_words()
+                raise HarnessError(f"rank {rank} did not join: {told.failure} {words}")
 
     def replace(self, rank: int) -> None:
         """Start a rank's process anew."""
@@ -271,8 +238,3 @@ class Job:
             ),
             within_s,
         )
-
-
-def sleep_until(at: float) -> None:
-    """Sleep until a time of the monotonic clock."""
-    time.sleep(max(0.0, at - time.monotonic()))

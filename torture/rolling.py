@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from bench import options
+from harness.pool import Pool
 from harness.ranks import Ranks
-from torture.chaos_run import Pool
 
 WORKERS = 3
 WARM = (

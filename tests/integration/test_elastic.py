@@ -12,13 +12,13 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from harness.pool import Pool
 from harness.ranks import Ranks
 from reducer.errors import RankLostError
 from tests.integration.calls import all_reduce, ones
 from tests.integration.elastic_rank import IN_FLIGHT
 from tests.ranks import Loopback
 from tests.waits import eventually
-from torture.chaos_run import Pool
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 

@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 
 
+from harness.pool import Pool
 from harness.ranks import Ranks
 from reducer.errors import ConfigError
 from tests.conftest import local_pool
 from tests.ranks import Loopback
-from torture.chaos_run import Pool
 from worker_client.client.bootstrap import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")

@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from harness.pool import Pool
 from harness.ranks import Ranks
 from reducer.errors import ConfigError, MismatchError, ReductionTimeout
 from tests.integration.calls import ones
 from tests.ranks import Loopback, environments, ranks
 from tests.waits import within_s
-from torture.chaos_run import Pool
 from worker_client.client.bootstrap import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
+from harness.pool import Pool
 from lab import Lab
 from reducer.errors import ReductionTimeout
-from torture.chaos_run import Pool
 from torture.rolling import roll
 from worker_client.client.bootstrap import connect
 from worker_client.protocol.failover import ADOPT_S
