@@ -1,7 +1,7 @@
 """One rank of `bench.hierarchy`: all-reduces flat and by nodes in turn, and reads its host's card.
 
-``python -m bench.hierarchy_rank ARGUMENTS``, those of `main` as JSON, with a launcher's environment.
-Every rank prints a line of JSON for each all-reduce.
+``python -m bench.hierarchy_rank ARGUMENTS``, those of `main` as JSON, with a launcher's
+environment. Every rank prints a line of JSON for each all-reduce.
 """
 
 import json

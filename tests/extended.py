@@ -416,7 +416,7 @@ BY_FILE = {
         ),
     },
     "tests/torture/test_guarantee.py": {
-        "": (
+        "test_gradients_of_ddp_and_tensors_are_right": (
             "test_every_result_is_right_or_an_error_in_time",
             "test_every_topology",
         ),

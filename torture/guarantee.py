@@ -19,8 +19,9 @@ import typer
 
 from bench import results as formats
 from harness import HarnessError
+from lab import LabUnavailable
 from torture.guarantee_job import Tally, prepare
-from torture.guarantee_topologies import TOPOLOGIES, arrange
+from torture.guarantee_topologies import TOPOLOGIES, arrange, lab_of
 
 SEASON = 12  # faults, and then other settings
 MARGIN_S = 1.0
@@ -83,7 +84,11 @@ def main(  # noqa: PLR0917 (typer's)
     print("".join(f"{title:>{width}}" for title, width in COLUMNS), flush=True)
     found = {}
     for name in names:
-        one = found[name] = attack(name, results, faults, seed, margin_s=margin)
+        try:
+            one = found[name] = attack(name, results, faults, seed, margin_s=margin)
+        except LabUnavailable as error:
+            print(f"{name:>12} cannot run here: {error}", flush=True)
+            continue
         troubles = sum(n for what, n in one.counts.items() if what.startswith("trouble "))
         row = [name, f"{one.seconds:.0f}", one.results, one.wrong, one.counts.get("error", 0)]
         row += [sum(one.faults.values()), troubles, one.lives, len(one.findings)]
@@ -109,14 +114,15 @@ def attack(name: str, results: int, faults: int, seed: int, *, margin_s: float =
     begun = time.monotonic()
     tally = Tally()
     rng = random.Random(f"{seed} {name}")  # noqa: S311 (dice, not secrets)
-    with prepare() as home:
+    topology = TOPOLOGIES[name]
+    with prepare() as home, lab_of(topology) as lab:
         for season in itertools.count():
             if tally.has(results, faults) or len(tally.findings) >= MOST_FINDINGS:
                 break
             folder = Path(home, f"{name}-{season}")
             folder.mkdir()
             seeded = f"{seed} {name} {season}"
-            arena = arrange(TOPOLOGIES[name], seeded, tally, rng, folder=folder, margin_s=margin_s)
+            arena = arrange(topology, seeded, tally, rng, lab=lab, folder=folder, margin_s=margin_s)
             try:
                 for _ in range(SEASON):
                     if not tally.has(0, faults):

@@ -31,6 +31,7 @@ class Arena:
         rng: chooses.
         patience_s: within which a job must have good results again after a fault.
         elastic: whether a job goes on without a rank.
+        resumes: whether connections that break go on.
         survives_pool: whether it goes on without reducers.
     """
 
@@ -44,6 +45,7 @@ class Arena:
         *,
         patience_s: float,
         elastic: bool,
+        resumes: bool,
         survives_pool: bool,
     ) -> None:
         self.jobs = jobs
@@ -52,6 +54,7 @@ class Arena:
         self._rng = rng
         self._patience_s = patience_s
         self._elastic = elastic
+        self._resumes = resumes
         self._survives_pool = survives_pool
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._intruders: list[tuple[Job, Member]] = []
@@ -118,7 +121,7 @@ class Arena:
         for job in self.jobs:
             job.end()
         if self.reducers is not None:
-            self.reducers.close()
+            self.reducers.stop()
 
     # -- faults -------------------------------------------------------------------------------
 
@@ -130,13 +133,19 @@ class Arena:
                 job.calm &= self._is_harmless(kind, job)
             if self._faults[kind]():
                 for job in self.jobs:
-                    job.struck += 1
+                    job.struck += not self._goes_on(kind)
                 self._tally.faults[kind] += 1
                 log.info("%s: %s", kind, self)
                 return
 
+    def _goes_on(self, kind: str) -> bool:
+        """Whether a fault breaks connections that go on: any number of them costs nothing."""
+        return self._resumes and kind.startswith("connection")
+
     def _is_harmless(self, kind: str, job: Job) -> bool:
         """Whether a fault may cost no call: another reducer is left, or the process group."""
+        if self._goes_on(kind):
+            return job.struck == 0
         if self.reducers is None or not kind.startswith(("reducer", "pool")):
             return False
         if self._survives_pool:
@@ -165,7 +174,7 @@ class Arena:
         if pool is None or reducer is None:
             return False
         pool.signal(reducer, number)
-        self._after(self._rng.random() * GAP_S, lambda: pool.start(reducer))
+        self._after(self._rng.random() * GAP_S, lambda: pool.start_again(reducer))
         return True
 
     def _stop_reducer(self) -> bool:
@@ -205,7 +214,7 @@ class Arena:
         pids = [member.pid for job in self.jobs for member in job.running if member.alive]
         ports = set()
         if self.reducers is not None:
-            pids += [self.reducers.pid(reducer) for reducer in self.reducers.well]
+            pids += [self.reducers.reducers[reducer].pid for reducer in self.reducers.well]
             ports = self.reducers.ports
         return bool(pids) and bool(
             reset(self._rng.choice(pids), ports, self._rng, everything=everything)

@@ -77,13 +77,13 @@ class Member:
         heard: when it was, by the monotonic clock.
     """
 
-    def __init__(self, rank: int, words: Path) -> None:
+    def __init__(self, rank: int, words: Path, namespace: str) -> None:
         self.rank = rank
         self.words = words
         context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=guarantee_rank.main, args=(theirs, str(words)), daemon=True
+            target=guarantee_rank.main, args=(theirs, str(words), namespace), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -167,7 +167,7 @@ class Job:
         life: the present one.
         generation: what ranks are told.
         settled: whether all ranks have had good results in this life.
-        struck: how many faults have come in it.
+        struck: how many faults have come in it, without connections that broke and go on.
         calm: whether none of them, and nothing else, may cost a call.
     """
 
@@ -231,7 +231,8 @@ class Job:
 
     def _make(self, rank: int) -> Member:
         self._made += 1
-        return Member(rank, self._folder / f"{self.part.job.replace('/', '-')}-{self._made}")
+        words = self._folder / f"{self.part.job.replace('/', '-')}-{self._made}"
+        return Member(rank, words, self._per_rank(rank)["namespace"])
 
     @property
     def running(self) -> list[Member]:

@@ -13,6 +13,9 @@ ALIKE = (1, 2)  # places of a named thread's steps whose calls look the same in 
 OPS = ("sum", "mean", "min", "max", "product")
 DTYPES = ("float32",) * 6 + ("float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8")
 TROUBLES = ("refuse", "decline", "disagree", "interrupt", "interrupt-wait", "late", "leave")
+TENSORS = 0.15  # of calls
+BACKWARD_EVERY = 6  # steps of the main thread
+GRADIENTS = (3, 300, 5000, 70_000)  # elements; some fill a bucket of DDP's with others
 NAMED_TROUBLES = ("refuse", "disagree", "late")  # of threads that no signal interrupts
 
 
@@ -52,6 +55,8 @@ class Call(NamedTuple):
         timeout_s: of this call, or None for the client's.
         trouble: what one of the ranks does to it, or None.
         near: whether something is done to this step, which may cost the calls in flight with it.
+        form: what holds the values: ``array``, ``tensor`` of torch, or ``gradient`` of a model
+            whose backward pass makes the call, by DDP's hook.
     """
 
     key: tuple[int, int, int]
@@ -65,6 +70,7 @@ class Call(NamedTuple):
     timeout_s: float | None
     trouble: Trouble | None
     near: bool
+    form: str = "array"
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class Plan:
         troubles: how often a step has one, from 0 to 1.
         uniform: whether all calls without names look alike.
         shortest_s: what a call's own timeout is at least, where it has one.
+        ddp: whether there are backward passes.
     """
 
     seed: str
@@ -88,11 +95,14 @@ class Plan:
     troubles: float
     uniform: bool = False
     shortest_s: float = 0.005
+    ddp: bool = False
 
     def step(self, thread: int, number: int) -> list[Call]:
         """Return the calls of a thread's step, in the order of those that have no names."""
         rng = random.Random(f"{self.seed} {thread} {number}")  # noqa: S311 (dice, not secrets)
         named = thread != MAIN
+        if self.ddp and not named and number % BACKWARD_EVERY == 1:
+            return [_gradient((thread, number, place)) for place in range(len(GRADIENTS))]
         places = range(rng.choice((1, 1, 2, 3, 4, 8)) if not named else 4)
         troubled = rng.randrange(len(places)) if rng.random() < self.troubles else -1
         calls = []
@@ -146,6 +156,7 @@ class Plan:
             timeout_s=rng.uniform(self.shortest_s, 10 * self.shortest_s) if short else None,
             trouble=trouble,
             near=near,
+            form="tensor" if rng.random() < TENSORS else "array",
         )
 
     def _trouble(self, rng: random.Random, named: bool) -> Trouble:
@@ -153,6 +164,23 @@ class Plan:
         weights = [0.03 if kind == "leave" else 1.0 for kind in kinds]
         kind = rng.choices(kinds, weights)[0]
         return Trouble(kind, rng.randrange(self.ranks), rng.random())
+
+
+def _gradient(key: tuple[int, int, int]) -> Call:
+    return Call(
+        key=key,
+        name=None,
+        dtype="float32",
+        op="mean",
+        elements=GRADIENTS[key[2]],
+        strided=False,
+        weights=None,
+        residual=False,
+        timeout_s=None,
+        trouble=None,
+        near=False,
+        form="gradient",
+    )
 
 
 def _count(rng: random.Random) -> int:

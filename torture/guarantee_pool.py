@@ -4,65 +4,47 @@ import ctypes
 import errno
 import os
 import random
-import select
 import signal
 import socket
 import stat
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from harness import ROOT, HarnessError
-from harness.pool import READY
-from worker_client.commands.demo.ranks import pipe
+from harness import HarnessError
+from harness.pool import START_S, Pool
+from lab import Host
 
-START_S = 60.0
 END_S = 20.0  # more than a reducer takes to drain
-PORTS = range(20_000, 32_000)  # below those that the system gives to connections
 THREADS = 2  # most that a reducer has here
 _PIDFD_GETFD = 438  # the number is the same on all machines
 
 
-class Reducers:
-    """Reducers at fixed ports.
+class Reducers(Pool):
+    """Reducers that come back when they are due, while others go on.
 
     Args:
-        count: how many.
+        hosts: one for each.
         options: of `reducer serve`.
         words: where their standard error goes.
 
     Attributes:
-        addresses: of all.
-        ports: at which they listen.
         well: those that run, and were neither stopped nor told to end.
     """
 
-    def __init__(self, count: int, options: Sequence[str], words: Path) -> None:
-        self._options = list(options)
+    def __init__(self, hosts: Sequence[Host], options: Sequence[str], words: Path) -> None:
         self._words = words.open("ab")
-        self._first = [_free_ports() for _ in range(count)]
-        self.addresses = tuple(f"127.0.0.1:{port}" for port in self._first)
-        self.ports = {port + at for port in self._first for at in range(THREADS)}
-        self.well = set(range(count))
+        super().__init__(hosts, options, threads=THREADS, stderr=self._words)
+        self.well = set(range(len(hosts)))
         self._ended: set[int] = set()  # told to, or killed
         self._wanted: dict[int, float] = {}  # to be started again; since when
         self._starting: dict[int, float] = {}
-        self._processes = [self._launch(reducer) for reducer in range(count)]
-        for reducer in range(count):
-            if not self._is_ready(reducer, START_S):
-                raise HarnessError(f"reducer {reducer} did not start")
-
-    def pid(self, reducer: int) -> int:
-        """Return the process of a reducer that is there."""
-        return self._processes[reducer].pid
 
     def signal(self, reducer: int, number: signal.Signals) -> None:
         """Send a signal to one."""
-        self._processes[reducer].send_signal(number)
+        self.reducers[reducer].process.send_signal(number)
         if number == signal.SIGCONT:
             self.well.add(reducer)
         else:
@@ -70,8 +52,8 @@ class Reducers:
         if number in {signal.SIGKILL, signal.SIGTERM}:
             self._ended.add(reducer)
 
-    def start(self, reducer: int) -> None:
-        """Have one started again that was told to end, as soon as it has."""
+    def start_again(self, reducer: int) -> None:
+        """Have one started that was told to end, as soon as it has."""
         self._wanted[reducer] = time.monotonic()
 
     @property
@@ -86,57 +68,29 @@ class Reducers:
             HarnessError: one has ended by itself, does not end, or does not start.
         """
         now = time.monotonic()
-        for reducer, process in enumerate(self._processes):
-            code = process.poll()
-            if code is not None and reducer not in self._ended:
-                raise HarnessError(f"reducer {reducer} ended by itself, with code {code}")
-            if reducer in self._wanted and code is not None:
+        for at, reducer in enumerate(self.reducers):
+            code = reducer.process.poll()
+            if code is not None and at not in self._ended:
+                raise HarnessError(f"reducer {at} ended by itself, with code {code}")
+            if at in self._wanted and code is not None:
                 if code not in {0, -signal.SIGKILL}:
-                    raise HarnessError(
-                        f"reducer {reducer} was told to end, and did with code {code}"
-                    )
-                _close(process)
-                self._processes[reducer] = self._launch(reducer)
-                self._ended.discard(reducer)
-                del self._wanted[reducer]
-                self._starting[reducer] = now
-            elif reducer in self._starting and self._is_ready(reducer, 0):
-                del self._starting[reducer]
-                self.well.add(reducer)
-            elif now - self._wanted.get(reducer, now) > END_S:
-                raise HarnessError(f"reducer {reducer} did not end within {END_S:g} s of SIGTERM")
-            elif now - self._starting.get(reducer, now) > START_S:
-                raise HarnessError(f"reducer {reducer} did not start")
+                    raise HarnessError(f"reducer {at} was told to end, and did with code {code}")
+                self.launch(at)
+                self._ended.discard(at)
+                del self._wanted[at]
+                self._starting[at] = now
+            elif at in self._starting and reducer.is_ready():
+                del self._starting[at]
+                self.well.add(at)
+            elif now - self._wanted.get(at, now) > END_S:
+                raise HarnessError(f"reducer {at} did not end within {END_S:g} s of SIGTERM")
+            elif now - self._starting.get(at, now) > START_S:
+                raise HarnessError(f"reducer {at} did not start")
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Kill all."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
-            _close(process)
+        super().stop()
         self._words.close()
-
-    def _launch(self, reducer: int) -> subprocess.Popen[str]:
-        serve = [sys.executable, "-m", "reducer", "serve", "--log-level", "warning"]
-        serve += ["--bind", f"tcp://127.0.0.1:{self._first[reducer]}", "--stop-at-eof"]
-        return subprocess.Popen(
-            [*serve, *self._options],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            text=True,
-        )
-
-    def _is_ready(self, reducer: int, patience_s: float) -> bool:
-        stream = pipe(self._processes[reducer].stdout)
-        ready, _, _ = select.select([stream], [], [], patience_s)
-        return bool(ready) and stream.readline().startswith(READY)
-
-
-def _close(process: subprocess.Popen[str]) -> None:
-    for stream in (process.stdin, process.stdout):
-        pipe(stream).close()
 
 
 def reset(pid: int, ports: Collection[int], rng: random.Random, *, everything: bool) -> int:
@@ -202,14 +156,3 @@ def _ports_of(one: socket.socket) -> set[int]:
         return {one.getsockname()[1], one.getpeername()[1]}
     except OSError:
         return set()
-
-
-def _free_ports(width: int = THREADS) -> int:
-    """Return the first of some ports in a row that are free: one for each thread of a reducer."""
-    while True:
-        first = random.choice(PORTS)  # noqa: S311 (any will do)
-        with suppress(OSError):
-            for port in range(first, first + width):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-            return first

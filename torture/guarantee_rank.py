@@ -27,10 +27,11 @@ import ml_dtypes
 import numpy as np
 
 from reducer.errors import ConfigError, ReductionError, ReductionTimeout
+from torture import guarantee_backward as backward
 from torture import guarantee_oracle as oracles
 from torture.guarantee_judge import Judge
 from torture.guarantee_plan import MAIN, NAMED, THREADS, Call, Plan
-from torture.guarantee_signals import TICK_S, Clock, Interrupted, Interrupter
+from torture.guarantee_signals import TICK_S, Clock, Interrupted, Interrupter, enter
 from worker_client.client.bootstrap import connect
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from worker_client.work import Work
 
 TELL_S = 0.1
-MEET_S = 30.0  # for a process group to form
+MEET_S = 20.0  # for a process group to form, and then for its ranks to compare their models
 LATE_S = 0.15  # that a late rank sleeps at most
 REST_S = 0.05  # after a step with an error, for each in a row
 MOST_REST_S = 0.5
@@ -62,6 +63,7 @@ class Part:
         margin_s: how much later than its timeout a call may end.
         slack_s: how much later still in this topology, as its document says.
         most_errors: steps in a row with nothing but errors, after which the rank gives up.
+        namespace: of the host's network that the rank has; "" for this machine's own.
         settings: further arguments of `worker_client.init`.
         environment: further variables.
     """
@@ -82,6 +84,7 @@ class Part:
     margin_s: float
     slack_s: float
     most_errors: int
+    namespace: str
     settings: dict[str, Any]
     environment: dict[str, str]
 
@@ -128,6 +131,7 @@ class Life:
         self._masks: list[tuple[tuple[int, int, int], int]] = []
         self._errors: list[str] = []
         self._client: Client
+        self._model: backward.Model
 
     # -- what is told -------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ class Life:
                 **identity,
             )
             identity = {}
-        return connect(
+        client = connect(
             servers=part.servers or None,
             job=part.job,
             generation=part.generation,
@@ -217,6 +221,13 @@ class Life:
             **identity,
             **part.settings,
         )
+        if part.plan.ddp:
+            try:
+                self._model = backward.Model(client)
+            except RuntimeError:  # of the process group, which a fault may have hit
+                client.shutdown()
+                raise
+        return client
 
     def _guarded(self, thread: int) -> None:
         try:
@@ -247,6 +258,8 @@ class Life:
 
     def _step(self, calls: list[Call], thread: int) -> bool:
         """Make calls and wait for all; return whether any of them went as it should."""
+        if calls[0].form == "gradient":
+            return self._backward(calls)
         order = list(calls)
         if thread != MAIN:
             random.shuffle(order)
@@ -266,6 +279,33 @@ class Life:
         if any(self._trouble(call)[0] == "leave" for call in calls):
             raise Over("it leaves, as planned")
         return good
+
+    def _backward(self, calls: list[Call]) -> bool:
+        """Have DDP make calls in a backward pass; return whether it went as it should."""
+        self._at[MAIN] = calls[0]
+        begun = time.monotonic()
+        before = self._client.present
+        try:
+            gradients = self._model.backward([self._judge.contribution(call) for call in calls])
+        except ReductionError as error:
+            self._note(calls[0], error)
+            return False
+        finally:
+            part = self.part
+            most_s = part.timeout_s + part.slack_s + part.margin_s + self._clock.withheld(begun)
+            if (took := time.monotonic() - begun) > most_s:
+                self.find("hang", calls[0], f"a backward pass took {took:.2f} s")
+        present = min(before, self._client.present, key=len)
+        found = [
+            self._judge.judge(call, got, None, present)
+            for call, got in zip(calls, gradients, strict=True)
+        ]
+        for call, wrong in zip(calls, found, strict=True):
+            if wrong:
+                self.find("wrong", call, wrong)
+            else:
+                self._count("right", "right gradient")
+        return not any(found)
 
     def _trouble(self, call: Call) -> tuple[str, float]:
         """Return what this rank is to do to a call: kind and amount; "" for nothing."""
@@ -295,7 +335,7 @@ class Life:
                 data = array = _other(array, arguments, amount)
             elif kind == "interrupt":
                 self._interrupter.arm(kind, amount)
-            work = self._client.all_reduce(data, **arguments)
+            work = self._client.all_reduce(_of_form(call, data), **arguments)
         except Interrupted:
             return True
         except ReductionError as error:
@@ -389,6 +429,11 @@ def _named(call: Call) -> str:
     return f"call {'.'.join(map(str, call.key))}"
 
 
+def _of_form(call: Call, data: Any) -> Any:
+    whole = isinstance(data, np.ndarray) and data.flags.writeable and data.dtype != np.complex64
+    return backward.as_tensor(data) if call.form == "tensor" and whole else data
+
+
 def _refused(array: Any, arguments: dict[str, Any], amount: float) -> Any:
     """Return data that is refused, or make an argument one that is."""
     which = int(amount * 6)
@@ -466,8 +511,10 @@ class Rank:
             self._connection.send((what, said))
 
 
-def main(connection: Connection, words: str) -> None:
+def main(connection: Connection, words: str, namespace: str) -> None:
     """Be a rank's process; what it would write to standard error goes to the file `words`."""
+    if namespace:
+        enter(namespace)
     with open(words, "ab", buffering=0) as file:  # noqa: PTH123
         os.dup2(file.fileno(), 2)
     faulthandler.enable()

@@ -1,17 +1,28 @@
 """What the system does to a rank of `torture.guarantee`: time that is withheld, and signals."""
 
+import ctypes
 import signal
 import threading
 import time
 from types import FrameType
 
+from lab.network import NAMESPACES
 from worker_client.client.client import Client
 from worker_client.work import Work
 
+_CLONE_NEWNET = 0x40000000  # of <sched.h>, the same on all machines
 TICK_S = 0.025  # between two looks at the clock
 SOON_S = 3e-4  # that an interrupt comes after at most
 AGAIN_S = 2e-5  # if it came where it must not
 _TARGETS = {"interrupt": Client.all_reduce.__code__, "interrupt-wait": Work.wait.__code__}
+
+
+def enter(namespace: str) -> None:
+    """Give this thread, and those that it starts, the network of a host of a lab."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (NAMESPACES / namespace).open() as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the network of {namespace}")
 
 
 class Interrupted(Exception):  # noqa: N818 (what a program's own handler raises)

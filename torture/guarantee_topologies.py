@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lab import Lab
 from reducer.commands.keygen import keygen
 from torture.guarantee_faults import Arena
 from torture.guarantee_job import Job, Tally
@@ -29,6 +30,8 @@ FAULTS = {
     "job killed": 4.0,
     "rank replaced": 4.0,
 }
+# Connections to far reducers break, and go on: no call may fail for it.
+BREAKS = {"connection reset": 40.0, "connections reset": 40.0}
 # A process group takes all ranks at once, so nobody can come in a rank's place.
 GROUP = FAULTS | {"rank replaced": 0.0}
 
@@ -46,6 +49,7 @@ class Topology:
         local: ranks of a node; 0: no hierarchy.
         exact: whether values are such that the order of additions does not matter.
         elastic: whether a job goes on without a rank.
+        round_trip_ms: between any two hosts of a lab; 0: all are on loopback.
         slack_s: how much later than its timeout a call may end, as docs/failures.md says.
         patience_s: within which there must be good results after a fault.
         settings: arguments of `worker_client.init`.
@@ -61,6 +65,7 @@ class Topology:
     local: int = 0
     exact: bool = False
     elastic: bool = False
+    round_trip_ms: float = 0.0
     slack_s: float = 0.0
     patience_s: float = 45.0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -97,8 +102,22 @@ TOPOLOGIES = {
         slack_s=15.0,  # a node waits for the word of all its ranks
         settings={"hierarchy": "auto"},
     ),
+    "far": Topology(
+        ranks=(2, 3),
+        reducers=(2,),
+        faults={name: FAULTS[name] / 3 for name in FAULTS} | BREAKS,
+        round_trip_ms=20.0,
+    ),
     "two-jobs": Topology(ranks=(2,), reducers=(2,), faults=FAULTS, jobs=("first", "second")),
 }
+
+
+def lab_of(topology: Topology) -> Lab:
+    """Return the hosts of a topology: first those of reducers, then of ranks that are far away."""
+    reducers = max(topology.reducers)
+    if not topology.round_trip_ms:
+        return Lab.loopback(max(1, reducers))
+    return Lab(reducers + max(topology.ranks), round_trip_ms=topology.round_trip_ms)
 
 
 def arrange(
@@ -107,6 +126,7 @@ def arrange(
     tally: Tally,
     rng: random.Random,
     *,
+    lab: Lab,
     folder: Path,
     margin_s: float,
 ) -> Arena:
@@ -117,16 +137,18 @@ def arrange(
         seed: of calls and values.
         tally: counts.
         rng: chooses.
+        lab: where reducers are.
         folder: for keys, and what processes write.
         margin_s: how much later than its timeout a call may end.
     """
+    most = max(topology.reducers)  # their hosts come first
     ranks, count = rng.choice(topology.ranks), rng.choice(topology.reducers)
     options = ["--threads", str(rng.choice((1, 1, 2)))]
     keyed = len(topology.jobs) > 1
     if keyed:
         keygen(folder / "keys", topology.jobs)
         options += ["--keys", str(folder / "keys" / "pool")]
-    reducers = Reducers(count, options, folder / "reducers") if count else None
+    reducers = Reducers(lab.hosts[:count], options, folder / "reducers") if count else None
     settings = {"connect_timeout": CONNECT_S, **topology.settings}
     if rng.random() < 0.6:
         settings["chunk_bytes"] = rng.choice((64, 1024, 4096, 65536))
@@ -150,7 +172,7 @@ def arrange(
         rank=0,
         job="",
         generation=0,
-        servers=() if reducers is None else reducers.addresses,
+        servers=() if reducers is None else tuple(reducers.addresses),
         keys=None,
         plan=Plan(
             seed=seed,
@@ -159,6 +181,7 @@ def arrange(
             wire_dtype=wire_dtype,
             troubles=TROUBLES,
             uniform=rng.random() < 0.3,
+            ddp=topology.group,
         ),
         data=seed,
         exact=topology.exact,
@@ -169,6 +192,7 @@ def arrange(
         margin_s=margin_s,
         slack_s=topology.slack_s,
         most_errors=rng.choice((1, 4, 12)),
+        namespace="",
         settings=settings,
         environment={},
     )
@@ -180,7 +204,8 @@ def arrange(
             environment["REDUCTION_IMPL"] = "plain"
         if nodes is not None:
             environment["GROUP_RANK"] = str(nodes[rank])
-        return {"environment": environment}
+        namespace = lab.hosts[most + rank].name if topology.round_trip_ms else ""
+        return {"environment": environment, "namespace": namespace}
 
     jobs = []
     for name in topology.jobs:
@@ -195,5 +220,6 @@ def arrange(
         rng,
         patience_s=topology.patience_s,
         elastic=topology.elastic,
+        resumes=topology.round_trip_ms > 0,
         survives_pool="REDUCTION_FALLBACK" in topology.environment,
     )
