@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from subprocess import DEVNULL, PIPE
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -67,11 +67,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                 Ranks("bench.far_rank", lab.hosts[:workers], arguments, servers) as ranks,
                 breaking(lab.hosts[:workers], break_every_s) as broken,
             ):
-                said: list[dict[str, Any]] = []
-                while len(said) < workers:
-                    if (one := ranks.hear(PATIENCE_S)) is None:
-                        raise ranks.stalled("a rank said nothing")
-                    said.append(one)
+                said = ranks.hear_all(PATIENCE_S)
                 ranks.tell("done")
     except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.far: {error}")

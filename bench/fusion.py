@@ -54,7 +54,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             servers = [reducer.address for reducer in running]
             module = "bench.fusion_rank"
             with Ranks(module, lab.hosts[:workers], arguments, servers) as ranks:
-                said = [_result(ranks) for _ in range(workers)]
+                said = ranks.hear_all(PATIENCE_S)
                 ranks.tell("done")
     except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.fusion: {error}")
@@ -71,13 +71,6 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         taken = median(times)
         name = NAMES.get(way) or f"threshold {int(way)}"
         print(f"{name:>24} {1e3 * taken:>10.1f} {taken / one:>8.2f} {waits / taken:>7.2f}")
-
-
-def _result(ranks: Ranks) -> dict[str, dict[str, list[float]]]:
-    said = ranks.hear(PATIENCE_S)
-    if said is None:
-        raise ranks.stalled("a rank said nothing")
-    return said
 
 
 if __name__ == "__main__":

@@ -112,6 +112,21 @@ class Ranks:
         self.running -= 1
         return None
 
+    def hear_all(self, patience_s: float) -> list[dict[str, Any]]:
+        """Return one report of every rank, in the order in which they come.
+
+        Raises:
+            HarnessError: a rank failed, or did not report in that time.
+        """
+        found: list[dict[str, Any]] = []
+        while len(found) < len(self._processes):
+            running = self.running
+            if (said := self.hear(patience_s)) is not None:
+                found.append(said)
+            elif self.running == running:  # else one that has reported has ended
+                raise self.stalled(f"a rank said nothing for {patience_s:g} s")
+        return found
+
     def tell(self, line: str) -> None:
         """Write a line to the standard input of every rank."""
         for process in self._processes:

@@ -5,37 +5,22 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
 
-from harness import ROOT
-from harness.pool import READY
+from harness import ROOT, pool
+from harness.ranks import Ranks
 from hostile.intruder import JOB
+from lab import Lab
 from reducer.commands.keygen import keygen
 from worker_client.commands.demo.ranks import pipe
 
 ALONE, FAIR = "alone", "beside an honest job"
 BAR = 1.10
-PYTHON = [sys.executable, "-m"]
-
-
-@contextmanager
-def process(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a module with arguments, gone at the end."""
-    with subprocess.Popen(
-        [*PYTHON, *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    ) as running:
-        try:
-            yield running
-        finally:
-            running.kill()
+PATIENCE_S = 120.0  # of ranks, beside intruders
 
 
 class Reducer:
@@ -46,8 +31,8 @@ class Reducer:
         process: its process, to count its files and memory.
     """
 
-    def __init__(self, running: subprocess.Popen[str]) -> None:
-        self.address = pipe(running.stdout).readline().removeprefix(READY).strip()
+    def __init__(self, running: pool.Reducer) -> None:
+        self.address = running.address
         self.process = psutil.Process(running.pid)
 
     @property
@@ -72,9 +57,10 @@ def keys_for(*jobs: str) -> Iterator[Path]:
 @contextmanager
 def reducer(*options: str, keys: Path | None = None) -> Iterator[Reducer]:
     """Start a reducer on loopback with these options, and with keys if there are any."""
-    serve = ["reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error", *options]
-    with process(*serve, *([] if keys is None else ["--keys", str(keys / "pool")])) as running:
-        yield Reducer(running)
+    shown = [] if keys is None else ["--keys", str(keys / "pool")]
+    with Lab.loopback(1) as lab:
+        serve = pool.Reducer(lab.hosts[0], ["--log-level", "error", *options, *shown])
+        yield Reducer(serve.await_ready())
 
 
 class Job:
@@ -88,20 +74,18 @@ class Job:
         longest: time of an all-reduce so far, seconds.
     """
 
-    def __init__(self, ranks: list[subprocess.Popen[str]]) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.wrong = 0
         self.longest = 0.0
         self._ranks = ranks
 
     def begin(self, count: int) -> None:
         """Let it make so many all-reduces."""
-        for rank in self._ranks:
-            pipe(rank.stdin).write(f"{count}\n")
-            pipe(rank.stdin).flush()
+        self._ranks.tell(str(count))
 
     def end(self) -> float:
         """Wait until they are made; return their median time, seconds, of the slowest rank."""
-        reports = [json.loads(pipe(rank.stdout).readline()) for rank in self._ranks]
+        reports = self._ranks.hear_all(PATIENCE_S)
         self.wrong += sum(report["wrong"] for report in reports)
         self.longest = max(self.longest, *(report["longest"] for report in reports))
         return float(max(report["median"] for report in reports))
@@ -125,20 +109,17 @@ def job(
         nbytes: of a buffer.
         keys: where those of the reducer and of its jobs are, if it has some.
     """
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(world_size):
-            given = {
-                "rank": rank,
-                "world_size": world_size,
-                "nbytes": nbytes,
-                "servers": [address],
-                "job": name,
-                "keys": keys and str(keys / "jobs" / name),
-            }
-            ranks.append(stack.enter_context(process("hostile.tenant", json.dumps(given))))
-        for running in ranks:
-            json.loads(pipe(running.stdout).readline())
+    given = {
+        "nbytes": nbytes,
+        "servers": [address],
+        "job": name,
+        "keys": keys and str(keys / "jobs" / name),
+    }
+    with (
+        Lab.loopback(world_size) as lab,
+        Ranks("hostile.tenant", lab.hosts, given, [address]) as ranks,
+    ):
+        ranks.hear_all(PATIENCE_S)  # they have joined
         yield Job(ranks)
 
 
@@ -147,7 +128,13 @@ def intruder(kind: str, address: str, keys: Path | None = None) -> Iterator[list
     """Let somebody intrude; how often it did is in the list afterwards."""
     counts: list[int] = []
     shown = [] if keys is None else [str(keys / "jobs" / JOB)]
-    with process("hostile.intruder", kind, address, *shown) as running:
+    with Lab.loopback(1) as lab:
+        running = lab.hosts[0].start(
+            [sys.executable, "-m", "hostile.intruder", kind, address, *shown],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
         pipe(running.stdout).readline()
         yield counts
         pipe(running.stdin).close()

@@ -5,6 +5,7 @@ elements were wrong.
 """
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -17,7 +18,8 @@ from worker_client.client.bootstrap import connect
 def main() -> None:
     """Join, say so, and reduce what is asked for."""
     given = json.loads(sys.argv[1])
-    rank, world_size, count = given["rank"], given["world_size"], given["nbytes"] // 4
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    count = given["nbytes"] // 4
     step = 0
     with connect(
         rank=rank,

@@ -73,32 +73,16 @@ def roll(count: int, gap_s: float, pace: float, number: signal.Signals) -> list[
             arguments = {"pace": pace, "warm": WARM}
             job = {"REDUCTION_JOB": "rolling"}
             with Ranks("torture.rolling_rank", hosts, arguments, pool.addresses, job) as ranks:
-                _hear(ranks)  # they are warm
+                ranks.hear_all(PATIENCE_S)  # they are warm
                 for reducer in range(count):
                     time.sleep(gap_s)
                     pool.end(reducer, number)
                     pool.start(reducer)
                 time.sleep(SETTLE_S + 1 / pace)
                 ranks.tell("stop")
-                return _hear(ranks)
+                return ranks.hear_all(PATIENCE_S)
         finally:
             pool.stop()
-
-
-def _hear(ranks: Ranks) -> list[dict[str, Any]]:
-    """Wait for a line of every rank.
-
-    Raises:
-        HarnessError: one did not come in time.
-    """
-    found: list[dict[str, Any]] = []
-    while len(found) < WORKERS:
-        running = ranks.running
-        if (said := ranks.hear(PATIENCE_S)) is not None:
-            found.append(said)
-        elif ranks.running == running:  # else one has said its line and ended before another did
-            raise ranks.stalled(f"{PATIENCE_S:g} s did not suffice for the ranks to say something")
-    return found
 
 
 if __name__ == "__main__":
