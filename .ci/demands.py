@@ -44,7 +44,7 @@ BUDGET_S = 1500
 BASE_S = 470  # the environment, `make lint` and `make test`, in a fresh clone
 REPRESENTATIVES = {
     EXTENDED: Representative(
-        "test-extended SELECT='-m extended tests/bench/test_guarantee.py -k error_in_time'",
+        "test-extended SELECT='-m extended tests/torture/test_guarantee.py -k error_in_time'",
         25,
         "jobs under random faults, and the fast tests that tests/extended.py names, in make test",
     ),
@@ -86,7 +86,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ".ci/run .ci/*.py Makefile pyproject.toml setup.py constraints.txt tests/conftest.py",
         EVERYTHING,
     ),
-    ("tests/extended.py tests/ranks.py tests/fork_server.py", EVERYTHING),
+    ("tests/extended.py tests/ranks.py tests/fork_server.py harness/*", EVERYTHING),
     ("reducer/* worker_client/*", ("tests/engine", "tests/sim", "tests/worker_client")),
     ("*.c *.h *.pyx *.pxd", (SANITIZE, THREADS, FUZZ)),
     ("fuzz/* tests/fuzz/*", (FUZZ,)),
@@ -163,11 +163,13 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("release.lock tests/wheels/* *.pyx *.pxd", (WHEELS,)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
+    ("torture/*", ("tests/torture",)),
+    ("hostile/*", (SECURITY,)),
     ("bench/sites.py examples/*gpt*.py", ("tests/lab/test_sites.py",)),
     ("examples/gpt_text.py", ("tests/lab/test_tutorial.py",)),
-    ("bench/rolling* bench/chaos_run.py", (f"{JOBS}rolling.py",)),
+    ("torture/rolling* torture/chaos_run.py", (f"{JOBS}rolling.py",)),
     (
-        "bench/chaos* bench/fault* bench/rank_loss.py",
+        "torture/chaos* torture/fault* torture/rank_loss.py",
         (f"{JOBS}rank_loss.py", f"{JOBS}elastic.py", f"{JOBS}ddp_failover.py", "tests/lab"),
     ),
 )

@@ -4,8 +4,6 @@ It takes less than three minutes on 2 cores. Every command is printed before it 
 repeated with other options; README.md says what each measures.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil
@@ -58,7 +56,7 @@ STEPS = [
         "bench.ddp --workers 4 --reducers 4 --mbit 1000 --gloo-caps 25 --rounds 2",
         shaped=True,
     ),
-    Step("soak", "bench.soak --count 4000 --samples 80"),
+    Step("soak", "torture.soak --count 4000 --samples 80"),
 ]
 
 

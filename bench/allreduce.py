@@ -5,17 +5,15 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path  # noqa: TC003 (typer reads it)
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bench import options, report, results
 from bench.contest import Contest, hosts_needed
-from bench.crew import CrewError
+from harness import HarnessError
 from lab import LabUnavailable
 
 
@@ -91,7 +89,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                 for row in rows:
                     print(report.line(columns, row), flush=True)
                 found.rows += rows
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.allreduce: {error}")
     sys.exit(options.finish(found, json, plot))
 

@@ -6,18 +6,12 @@ For int8 and fp8_e4m3: the signal-to-noise ratio of a block, the error of a valu
 both as medians, and the share of values that become 0.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.random import Generator
 
-from bench.block8_oracle import VALUES
+from harness.block8_oracle import VALUES
 from worker_client.staging import casts
 from worker_client.staging.wire_rule import WIRE_DTYPES
-
-if TYPE_CHECKING:
-    from numpy.random import Generator
 
 BLOCKS = 4000
 SHAPE = BLOCKS, VALUES

@@ -4,23 +4,18 @@ A contender lives in one process per rank. Its life is `offer`, `join`, then `bi
 buffer, then `close`. Nothing here is timed or counted; `bench.worker` does that.
 """
 
-from __future__ import annotations
-
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
 
 import psutil
 
-from bench.results import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from bench.oracle import Array
+from harness import ROOT
+from harness.oracle import Array
 
 Kind: TypeAlias = Literal["pool", "embedded", "mixed", "gloo", "mpi", "ring"]
 OURS = ("pool", "embedded", "mixed")

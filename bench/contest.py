@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
-from bench import pool, theory
-from bench.contenders import KEY
-from bench.crew import REPLY_S, Control, Crew, CrewError, unavailable
+from bench import theory
+from bench.contenders import KEY, Contender
+from bench.crew import REPLY_S, Control, Crew, unavailable
 from bench.results import Row
+from harness import HarnessError, pool
+from lab import Lab
 from reducer.commands.keygen import keygen
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-
-    from bench.contenders import Contender
-    from lab import Lab
 
 BLOCK_S = 0.5  # a round's share of one contender, unless one all-reduce takes longer
 MOST = 2000  # iterations in a block
@@ -183,7 +180,7 @@ class Contest:
         """Give all ranks of a contender a command; their replies, in rank order.
 
         Raises:
-            CrewError: a rank failed.
+            HarnessError: a rank failed.
         """
         (crew,) = (crew for crew in self._crews if crew.name == name)
         return crew.ask(action, **arguments)
@@ -217,7 +214,7 @@ class Contest:
             return
         try:
             action(*arguments)
-        except CrewError as error:
+        except HarnessError as error:
             self.skipped[crew.name] = str(error)
 
     def _block(self, crew: Crew, tally: Tally, size: int | Step, iterations: int | None) -> None:
@@ -232,7 +229,7 @@ class Contest:
         replies = crew.ask("prepare", patience_s=patience_s, count=count, check=check, **step)
         if "ends" not in replies[0]:
             crew.fail("it is older than this way of timing: copy bench/worker.py to its checkout")
-            raise CrewError(crew.failure)
+            raise HarnessError(crew.failure)
         if check:
             tally.wrong += sum(reply["wrong"] for reply in replies)
             tally.checked += count * self._workers

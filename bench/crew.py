@@ -14,23 +14,17 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from bench import mpi
-from bench.contenders import Place
-
-if TYPE_CHECKING:
-    from bench.contenders import Contender
-    from lab import Lab
+from bench.contenders import Contender, Place
+from harness import HarnessError
+from lab import Lab
 
 ABORT_S = 5.0
 LAST_LINES = 60
 START_S = 180.0  # importing torch in 16 processes at once takes its time on few cores
 REPLY_S = 120.0
-
-
-class CrewError(RuntimeError):
-    """A contender's processes cannot go on; the message says what they said."""
 
 
 class Control:
@@ -192,10 +186,10 @@ class Crew:
             arguments: of the method.
 
         Raises:
-            CrewError: a rank failed or has failed before.
+            HarnessError: a rank failed or has failed before.
         """
         if self.failure:
-            raise CrewError(self.failure)
+            raise HarnessError(self.failure)
         line = json.dumps({"do": action, **arguments}).encode() + b"\n"
         members = [self.members[rank] for rank in sorted(self.members)]
         with suppress(OSError):  # a worker that is gone is found when it does not reply
@@ -208,7 +202,7 @@ class Crew:
                 # A process that stalls says where it is when it is aborted.
                 end = signal.SIGABRT if "stalled" in replies[-1] else signal.SIGTERM
                 self.fail(f"rank {rank}: {replies[-1]['error']}", end)
-                raise CrewError(self.failure)
+                raise HarnessError(self.failure)
         return replies
 
     def fail(self, why: str, end: signal.Signals = signal.SIGTERM) -> None:
@@ -225,7 +219,7 @@ class Crew:
     def stop(self) -> None:
         """Let the ranks leave; the lab ends those that do not."""
         if not self.failure:
-            with suppress(CrewError):
+            with suppress(HarnessError):
                 self.ask("close")
         for member in self.members.values():
             member.close()

@@ -12,27 +12,21 @@ The variants train in turn, a few steps each, round after round. `bench.ddp_mode
 train, `bench.ddp_figures` what the figures mean.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from enum import Enum
-from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import psutil
 import typer
 
 from bench import ddp_models, options, report
-from bench.crew import CrewError
-from bench.ddp_figures import NO_OP
+from bench.ddp_figures import NO_OP, Reports
 from bench.ddp_run import Spec, measure
-from bench.results import DdpResults
+from bench.results import DdpResults, Run
+from harness import HarnessError
 from lab import Lab, LabUnavailable
-
-if TYPE_CHECKING:
-    from bench.ddp_figures import Reports
-    from bench.results import Run
 
 BAR_SAMPLES = 1.4  # ours over the faster Gloo
 BAR_EXPOSED = 1.1  # exposed communication over the ideal
@@ -93,7 +87,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         with options.lab(workers + spec.reducers, rate) as lab:
             payload_rate = _payload_rate(lab)
             reports = measure(spec, lab)
-    except (LabUnavailable, CrewError) as error:
+    except (LabUnavailable, HarnessError) as error:
         sys.exit(f"bench.ddp: {error}")
     found = _results(run, spec, rate, payload_rate, reports)
     print(report.ddp_text(found))

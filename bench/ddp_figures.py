@@ -4,8 +4,6 @@ A step's time is that of the slowest rank. All ratios and differences are of tur
 which follow each other within seconds; figures are medians over the rounds. README.md defines them.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

@@ -8,20 +8,16 @@ is not what is measured. Its gradients are real: layer by layer, from last to fi
 ``s * w`` (the gradient of ``s / 2 * |w|^2``), where s is another number at every rank and step.
 """
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 Shape = tuple[int, ...]
 

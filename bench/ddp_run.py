@@ -1,17 +1,14 @@
 """The parent's side of `bench.ddp_worker`: starts the ranks in a lab and hears their reports."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bench import ddp_models, pool
+from bench import ddp_models
 from bench.ddp_figures import NO_OP, OURS, Reports
-from bench.ranks import Ranks
+from harness import pool
+from harness.ranks import Ranks
+from lab import Lab
 from worker_client.ddp import DEFAULT_BUCKET_CAP_MB
-
-if TYPE_CHECKING:
-    from lab import Lab
 
 WARMUP_STEPS = 3
 TORCH_BYTES = 400 << 20  # of a process that has imported torch
@@ -55,7 +52,7 @@ def measure(spec: Spec, lab: Lab) -> Reports:
     """Train in a lab with a host per worker and one per reducer.
 
     Raises:
-        CrewError: a process failed; the message holds the end of what it said.
+        HarnessError: a process failed; the message holds the end of what it said.
     """
     workers, others = lab.hosts[: spec.workers], lab.hosts[spec.workers :]
     reducers = pool.start(others[: spec.reducers])

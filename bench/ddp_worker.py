@@ -4,14 +4,11 @@ Started as ``python -m bench.ddp_worker SPEC`` with the launcher's usual environ
 standard output, one JSON object a line.
 """
 
-from __future__ import annotations
-
-import hashlib
 import json
 import sys
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from bench import ddp_models
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from bench.ddp_models import Workload
+from bench.ddp_models import Workload
+from harness.reports import digest, report
 
 # Gloo adds in another order, so last bits differ, and they grow with the steps. A single sum that
 # lacks a rank, has one twice or is another step's is off by a thousandth of a weight and more.
@@ -98,19 +92,6 @@ class Exchange:
         else:
             dist.all_reduce(self._buffer)
         return time.perf_counter() - start
-
-
-def report(event: str, **values: Any) -> None:
-    """Tell the parent process."""
-    print(json.dumps({"event": event, "rank": dist.get_rank(), **values}), flush=True)
-
-
-def digest(weights: Iterable[torch.Tensor]) -> str:
-    """Return a fingerprint of every bit."""
-    fingerprint = hashlib.sha256()
-    for tensor in weights:
-        fingerprint.update(tensor.numpy().data)
-    return fingerprint.hexdigest()
 
 
 def unlike(weights: list[torch.Tensor], reference: list[torch.Tensor]) -> tuple[int, float]:

@@ -5,29 +5,23 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from subprocess import DEVNULL, PIPE
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from bench import options, pool
-from bench.crew import CrewError
-from bench.ranks import Ranks
-from lab import Lab, LabUnavailable
+from bench import options
+from harness import HarnessError, pool
+from harness.ranks import Ranks
+from lab import Host, Lab, LabUnavailable
 from worker_client.protocol.joining import auto_streams
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lab import Host
 
 PORT = 6000  # of iperf3's first server on a host
 LISTEN_S = 1.0
@@ -73,13 +67,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                 Ranks("bench.far_rank", lab.hosts[:workers], arguments, servers) as ranks,
                 breaking(lab.hosts[:workers], break_every_s) as broken,
             ):
-                said: list[dict[str, Any]] = []
-                while len(said) < workers:
-                    if (one := ranks.hear(PATIENCE_S)) is None:
-                        raise ranks.stalled("a rank said nothing")
-                    said.append(one)
+                said = ranks.hear_all(PATIENCE_S)
                 ranks.tell("done")
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.far: {error}")
     ends = [max(one["ends"][at] for one in said) for at in range(count)]
     half = count // 2

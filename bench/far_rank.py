@@ -3,21 +3,16 @@
 Started as ``python -m bench.far_rank SPEC`` with the launcher's usual environment.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from worker_client import config
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from worker_client.work import Work
+from worker_client.work import Work
 
 SCALES = 7  # one all-reduce's values are not the next one's
 

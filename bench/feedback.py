@@ -8,8 +8,6 @@ fp32, and with int8 or fp8_e4m3 on the wire, without and with what casts take aw
 step.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

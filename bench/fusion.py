@@ -5,8 +5,6 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
 from statistics import median
 from typing import Annotated
@@ -14,9 +12,9 @@ from typing import Annotated
 import typer
 from pydantic import ByteSize, TypeAdapter
 
-from bench import options, pool
-from bench.crew import CrewError
-from bench.ranks import Ranks
+from bench import options
+from harness import HarnessError, pool
+from harness.ranks import Ranks
 from lab import LabUnavailable
 
 PATIENCE_S = 600.0
@@ -56,9 +54,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             servers = [reducer.address for reducer in running]
             module = "bench.fusion_rank"
             with Ranks(module, lab.hosts[:workers], arguments, servers) as ranks:
-                said = [_result(ranks) for _ in range(workers)]
+                said = ranks.hear_all(PATIENCE_S)
                 ranks.tell("done")
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.fusion: {error}")
     where = "loopback, unshaped" if unshaped else f"links of {mbit:g} Mbit/s"
     print(f"# {tensors} tensors of {nbytes} bytes, {workers} ranks, {reducers} reducers, {where}")
@@ -73,13 +71,6 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         taken = median(times)
         name = NAMES.get(way) or f"threshold {int(way)}"
         print(f"{name:>24} {1e3 * taken:>10.1f} {taken / one:>8.2f} {waits / taken:>7.2f}")
-
-
-def _result(ranks: Ranks) -> dict[str, dict[str, list[float]]]:
-    said = ranks.hear(PATIENCE_S)
-    if said is None:
-        raise ranks.stalled("a rank said nothing")
-    return said
 
 
 if __name__ == "__main__":

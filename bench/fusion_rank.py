@@ -3,24 +3,18 @@
 Started as ``python -m bench.fusion_rank SPEC`` with the launcher's usual environment.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from worker_client import config
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from worker_client.client.client import Client
+from worker_client.client.client import Client
 
 TIMEOUT_S = 120.0
 

@@ -7,23 +7,18 @@ same processes, links and reducers, in turn. Printed are medians: of the time un
 the result, and of what a node's card sent and received, headers and all, in sizes of the buffer.
 """
 
-from __future__ import annotations
-
-import json
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from bench import options, pool
-from bench.crew import CrewError
-from bench.hierarchy_rank import DEVICE, MODES
-from bench.results import ROOT
+from bench import options
+from bench.hierarchy_rank import MODES
+from harness import HarnessError, pool
+from harness.ranks import Ranks
 from lab import Lab, LabUnavailable
-from worker_client.commands.demo.ranks import free_port
 
 PATIENCE_S = 500.0
 
@@ -65,7 +60,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         rows = measure(
             nodes=nodes, local=local, reducers=reducers, mbit=mbit, nbytes=nbytes, rounds=rounds
         )
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.hierarchy: {error}")
     print(f"{'':14}{'seconds':>9}{'sent/S':>9}{'received/S':>12}{'wrong':>7}")
     for row in rows:
@@ -81,32 +76,30 @@ def measure(
     """Return the medians, flat first.
 
     Raises:
-        CrewError: a rank failed; what it said is in the message.
+        HarnessError: a rank failed; what it said is in the message.
         LabUnavailable: there can be no hosts with links of their own.
     """
     with Lab(nodes + reducers, mbit) as lab:
         started = pool.start(lab.hosts[nodes:])
-        servers = ",".join(reducer.address for reducer in started)
-        common = {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "WORLD_SIZE": str(nodes * local),
-            "MASTER_ADDR": lab.hosts[0].address,
-            "MASTER_PORT": str(free_port()),
-            "GLOO_SOCKET_IFNAME": DEVICE,
-            "REDUCTION_SERVERS": servers,
-            "REDUCTION_CONNECT_TIMEOUT": "60s",
-        }
-        ranks = [
-            lab.hosts[rank // local].start(
-                [sys.executable, "-m", "bench.hierarchy_rank", str(nbytes), str(rounds)],
-                env={**common, **place(rank, local)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            for rank in range(nodes * local)
-        ]
-        said = [collect(rank, process) for rank, process in enumerate(ranks)]
+        servers = [reducer.address for reducer in started]
+        hosts = [lab.hosts[rank // local] for rank in range(nodes * local)]
+        arguments = {"nbytes": nbytes, "rounds": rounds}
+        patience = {"REDUCTION_CONNECT_TIMEOUT": "60s"}
+        said: list[list[dict[str, Any]]] = [[] for _ in hosts]
+        with Ranks(
+            "bench.hierarchy_rank",
+            hosts,
+            arguments,
+            servers,
+            patience,
+            per_rank=lambda rank: place(rank, local),
+        ) as ranks:
+            while ranks.running:
+                running = ranks.running
+                if (line := ranks.hear(PATIENCE_S)) is not None:
+                    said[line["rank"]].append(line)
+                elif ranks.running == running:
+                    raise ranks.stalled(f"the ranks said nothing for {PATIENCE_S:g} s")
         for reducer in started:
             reducer.stop()
     rows = []
@@ -130,26 +123,10 @@ def measure(
 def place(rank: int, local: int) -> dict[str, str]:
     """Return what a launcher tells a rank about itself."""
     return {
-        "RANK": str(rank),
         "LOCAL_RANK": str(rank % local),
         "LOCAL_WORLD_SIZE": str(local),
         "GROUP_RANK": str(rank // local),
     }
-
-
-def collect(rank: int, process: subprocess.Popen[str]) -> list[dict[str, Any]]:
-    """Wait for a rank's end and return its figures.
-
-    Raises:
-        CrewError: it failed.
-    """
-    try:
-        output, said = process.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        raise CrewError(f"rank {rank} did not end within {PATIENCE_S:g} s") from None
-    if process.returncode:
-        raise CrewError(f"rank {rank} failed: {said.strip()[-2000:]}")
-    return [json.loads(line) for line in output.splitlines()]
 
 
 if __name__ == "__main__":

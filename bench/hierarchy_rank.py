@@ -1,10 +1,8 @@
 """One rank of `bench.hierarchy`: all-reduces flat and by nodes in turn, and reads its host's card.
 
-``python -m bench.hierarchy_rank NBYTES ROUNDS``, with a launcher's environment. Every rank
-prints a line of JSON for each all-reduce.
+``python -m bench.hierarchy_rank ARGUMENTS``, those of `main` as JSON, with a launcher's
+environment. Every rank prints a line of JSON for each all-reduce.
 """
-
-from __future__ import annotations
 
 import json
 import sys
@@ -62,4 +60,4 @@ def counters() -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(**json.loads(sys.argv[1]))

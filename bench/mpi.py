@@ -1,14 +1,9 @@
 """Open MPI on the hosts of a lab."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab.lab import Host
+from lab.lab import Host
 
 # Open MPI starts a daemon on every host with `AGENT HOST COMMAND`, as it would with ssh.
 AGENT = Path(__file__).with_name("mpi_agent.sh")

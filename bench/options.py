@@ -1,10 +1,8 @@
 """Options that the benchmarks share."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -12,13 +10,8 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from bench import report, results
 from bench.contenders import Contender
 from bench.contest import Step
-from bench.results import NEAR, Distance, Results, Run, Settings
+from bench.results import NEAR, Distance, Kind, Results, Run, Settings
 from lab import Lab
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from bench.results import Kind
 
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 BASELINES = {"gloo": Contender("gloo"), "mpi": Contender("mpi"), "ring": Contender("ring")}
@@ -136,6 +129,7 @@ def begin_all_reduces(
     *,
     distance: Distance = NEAR,
     streams: int = 1,
+    room: str = "bench",
 ) -> Results:
     """Return results without rows yet, of links with this rate if they can have it."""
     settings = Settings(
@@ -147,7 +141,7 @@ def begin_all_reduces(
         rounds=rounds,
         skipped={},
     )
-    return Results(**dict(begin(f"bench.{kind}")), kind=kind, settings=settings)
+    return Results(**dict(begin(f"{room}.{kind}")), kind=kind, settings=settings)
 
 
 def finish(found: Results, json: Path | None, plot: Path | None) -> int:

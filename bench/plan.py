@@ -6,23 +6,19 @@ The prediction knows the links' rate and nothing that was measured. README.md de
 and figure.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bench import options
 from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
-from bench.crew import CrewError
+from bench.results import Row
+from harness import HarnessError
 from lab import LabUnavailable
 from lab.network import BURST_BYTES
 from reducer.planning import network_model, plan
-
-if TYPE_CHECKING:
-    from bench.results import Row
 
 HEADING = (
     f"{'n':>3} {'k':>3} {'topology':>9} {'size':>8} {'predicted':>10} {'measured':>10} {'error':>7}"
@@ -57,7 +53,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                     worst = max([worst, *(show(row, mbit) for row in rows)])
                 if contest.skipped:
                     sys.exit(f"bench.plan: not measured: {contest.skipped}")
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.plan: {error}")
     print(f"# largest error {worst:.1%}; links of {mbit:g} Mbit/s, nothing else predicted from")
     sys.exit(int(worst > within))

@@ -5,8 +5,6 @@ bytes per second. None means that a figure was not measured, or makes no sense t
 defines every figure.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -23,11 +21,11 @@ import psutil
 import zmq
 from pydantic import BaseModel, ConfigDict, Field
 
+from harness import ROOT
 from lab.network import CONGESTION
 
 SCHEMA = 2
 Kind: TypeAlias = Literal["allreduce", "scaling", "soak"]
-ROOT = Path(__file__).parent.parent
 LOAD_S = 0.5  # over which the load of the processors is measured
 BUSY_SHARE = 0.5  # of the processors: the load from which on the machine is called busy
 
@@ -181,7 +179,7 @@ class Soak(Record):
 
 
 class Results(Run):
-    """One run of `bench.allreduce`, `bench.scaling` or `bench.soak`."""
+    """One run of `bench.allreduce`, `bench.scaling` or `torture.soak`."""
 
     kind: Kind
     settings: Settings
@@ -258,7 +256,7 @@ class DdpResults(Run):
 
 
 class ChaosResults(Run):
-    """One run of `bench.chaos`."""
+    """One run of `torture.chaos`."""
 
     kind: Literal["chaos"] = "chaos"
     workers: int

@@ -12,21 +12,15 @@ written when one comes that was made from what was sent, so that what was sent h
 at the very end, where `all_reduce` waits until the last ones have left.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import zmq
 
+from bench.contenders import Place
+from harness.oracle import Array
 from reducer import kernels
 from reducer.wire.constants import DType, ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from bench.contenders import Place
-    from bench.oracle import Array
 
 SMALLEST, LARGEST = 64 << 10, 256 << 10  # bytes of a chunk, where the segment allows
 PER_SEGMENT = 4  # chunks, so that adding one overlaps with receiving the next

@@ -6,22 +6,18 @@ Every number of workers has a lab of its own, in which all its pools (of which s
 of larger ones) and the embedded reducers take turns. README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from bench import options, report
 from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
-from bench.crew import CrewError
+from bench.results import Results, Row
+from harness import HarnessError
 from lab import LabUnavailable
-
-if TYPE_CHECKING:
-    from bench.results import Results, Row
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
@@ -72,7 +68,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             for row in rows:
                 print(report.line(columns, row), flush=True)
             found.rows += rows
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.scaling: {error}")
     print(f"# {report.conditions(found.settings)}")
     for text in flatness(found):

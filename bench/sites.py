@@ -8,8 +8,6 @@ are the loss on text that no site has seen, a step's time, what of it was spent 
 waiting or adding, and what a site's network card has sent, headers and all: medians of all turns.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import statistics
@@ -17,21 +15,16 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Annotated, NamedTuple
 
 import typer
 
-from bench import pool
-from bench.crew import CrewError
 from bench.hierarchy_rank import DEVICE
-from bench.results import ROOT
+from harness import ROOT, HarnessError, pool
 from lab import Lab, LabUnavailable
+from lab.lab import Host
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from lab.lab import Host
 
 
 class Kind(NamedTuple):
@@ -129,7 +122,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                     turns[kind].append(training.end(steps))
                     for reducer in running:
                         reducer.stop()
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.sites: {error}")
     print(f"{'':22}{'loss':>9}{'step ms':>9}{'outer ms':>10}{'sent MB':>9}")
     for kind, made in turns.items():
@@ -214,7 +207,7 @@ class Training:
         """Wait for all ranks, and return the figures of this training.
 
         Raises:
-            CrewError: a rank failed, or the ranks have not ended with the same weights.
+            HarnessError: a rank failed, or the ranks have not ended with the same weights.
         """
         said = []
         for rank, process in enumerate(self._processes):
@@ -226,10 +219,10 @@ class Training:
                 continue
             found = _SAID.search(output if rank else self._said)
             if process.returncode or found is None:
-                raise CrewError(f"rank {rank} failed: {errors.strip()[-2000:]}")
+                raise HarnessError(f"rank {rank} failed: {errors.strip()[-2000:]}")
             said.append(found)
         if len({found["weights"] for found in said}) > 1:
-            raise CrewError("the sites have not ended with the same weights")
+            raise HarnessError("the sites have not ended with the same weights")
         seconds = max(float(found["seconds"]) for found in said)
         used = [sent(host) - then for host, then in zip(self._hosts, self._before, strict=True)]
         outer_s = min(float(found["outer"] or 0) for found in said)

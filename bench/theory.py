@@ -1,13 +1,7 @@
 """What the links allow: the best algbw of a topology, with processors that cost nothing."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from bench.contenders import Contender
 from reducer.planning import network_model
-
-if TYPE_CHECKING:
-    from bench.contenders import Contender
 
 # By wire dtype: how many times as many bytes fp32 has.
 _BLOCKS = 4 * 252 / 256

@@ -5,8 +5,6 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Annotated
@@ -16,8 +14,8 @@ import typer
 from bench import options, report
 from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
-from bench.crew import CrewError
 from bench.versus import ratio
+from harness import HarnessError
 from lab import LabUnavailable
 
 
@@ -70,7 +68,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                     flush=True,
                 )
                 behind += [name] * (speed < least)
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.tune_check: {error}")
     if behind:
         sys.exit(f"bench.tune_check: auto is below {least:g} of the best at {', '.join(behind)}")

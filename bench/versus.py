@@ -5,8 +5,6 @@
 README.md defines every option and figure.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,7 @@ import typer
 from bench import options, report
 from bench.contenders import Contender
 from bench.contest import Contest, hosts_needed
-from bench.crew import CrewError
-from bench.results import ROOT
+from harness import ROOT, HarnessError
 from lab import LabUnavailable
 
 SAMPLES = 2000  # of the bootstrap
@@ -88,7 +85,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                         f"{row.worker_cpu_s_per_gb:.3f} s of a worker's processor per GB",
                         flush=True,
                     )
-    except (CrewError, LabUnavailable) as error:
+    except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.versus: {error}")
 
 

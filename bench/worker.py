@@ -5,8 +5,6 @@ across network namespaces, and leaves the links that are measured alone). Comman
 lines of JSON. Between commands the process sleeps in `readline`.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -14,17 +12,13 @@ import resource
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from bench import oracle
-from bench.contenders import OURS, Embedded, Gloo, Mpi, Place, Pool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from bench.contenders import AllReduce, Kind
+from bench.contenders import OURS, AllReduce, Embedded, Gloo, Kind, Mpi, Place, Pool
+from harness import oracle
 
 
 class Worker:

@@ -55,7 +55,7 @@ THREADED_TESTS = (
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
 )
-_COPIED = ("reducer", "worker_client", "fuzz", "tests", "bench", "lab")
+_COPIED = ("reducer", "worker_client", "fuzz", "tests", "harness", "hostile", "bench", "lab")
 _COPIED_TOO = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # setup.py reads the others
 
 

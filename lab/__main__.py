@@ -1,20 +1,13 @@
 """The command ``python -m lab``: run a command in a lab, show the labs, clean up."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from threading import Thread
-from typing import TYPE_CHECKING
 
-from lab import Lab, LabUnavailable, claims, keeper
+from lab import Host, Lab, LabUnavailable, claims, keeper
 from lab.network import CONGESTION, PREFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from lab import Host
 
 ENVIRONMENT = """\
 The command finds in its environment:

@@ -4,8 +4,6 @@ A lab's file, ``/run/reduction-lab/NUMBER``, says what it is. The lab is alive w
 holds the lock on that file, and the kernel lets go of the lock however the keeper dies.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -4,19 +4,14 @@ The kernel's own way, ``netem``, is missing from many kernels. The program is co
 of a lab that needs it, a third of a second, so that there is nothing to install or to keep.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lab.network import LabUnavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILE_S = 60.0

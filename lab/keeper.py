@@ -12,17 +12,14 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from lab import claims
 from lab.delay import cables
 from lab.network import LabUnavailable, Network, require_root
 from lab.processes import Members
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(frozen=True, slots=True)

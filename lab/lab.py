@@ -11,19 +11,17 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeAlias
+from types import TracebackType
+from typing import IO, TypeAlias
 
 from lab.claims import Facts
 from lab.keeper import Request, clean, tear_down
 from lab.network import CONGESTION, LabUnavailable, Network, require_root
 from lab.processes import MARK
 from worker_client.commands.demo.ranks import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from types import TracebackType
 
 ROOT = Path(__file__).parent.parent
 STOP_S = 60.0

@@ -4,8 +4,6 @@ Everything has a name that starts with `PREFIX` and the lab's number, so that wh
 number can remove a lab, whoever made it. All work is done by ``ip`` and ``tc``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -4,16 +4,12 @@ The rules are nftables' own, in the host's namespace: nothing but its traffic pa
 vanish with it. A cable that is pulled is `Lab.link_down`'s matter.
 """
 
-from __future__ import annotations
-
 import shutil
 from subprocess import PIPE, STDOUT
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+from lab.lab import Host
 from lab.network import COMMAND_S, LabUnavailable
-
-if TYPE_CHECKING:
-    from lab.lab import Host
 
 Way: TypeAlias = Literal["in", "out", "both"]
 

@@ -1,16 +1,11 @@
 """Find and end every process of a lab, also the grandchildren that nobody told us of."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MARK = "LAB_ID"  # set in the environment of every process that a lab starts
 PATIENCE_S = 5.0

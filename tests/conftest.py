@@ -54,6 +54,7 @@ LABS = (
     "tests/lab/",
     "tests/launch/test_doctor.py",
     "tests/launch/test_vertex.py",
+    "tests/torture/",
 )
 
 # Files that take longest begin, so that no process is left alone with one of them at the end.

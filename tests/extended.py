@@ -415,8 +415,8 @@ BY_FILE = {
             "test_other_contenders",
         ),
     },
-    "tests/bench/test_guarantee.py": {
-        "": (
+    "tests/torture/test_guarantee.py": {
+        "test_gradients_of_ddp_and_tensors_are_right": (
             "test_every_result_is_right_or_an_error_in_time",
             "test_every_topology",
         ),

@@ -36,7 +36,7 @@ FUZZED = ["sanitize SANITIZE=--short", "fuzz FUZZ_SECONDS=5"]
         ("README.md", [], []),
         (
             "worker_client/protocol/session.py",
-            ["test-extended SELECT='-m extended tests/bench/test_guarantee.py"],
+            ["test-extended SELECT='-m extended tests/torture/test_guarantee.py"],
             ["test-extended SELECT='-m extended tests/engine tests/sim tests/worker_client'"],
         ),
         (

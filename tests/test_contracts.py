@@ -73,7 +73,7 @@ def test_import_contracts():
 
 def graph_of_imports():
     """Every module of the project, and those that it imports, if only for their types."""
-    folders = (*PACKAGES, "bench", "docs", "fuzz", "lab", "tests")
+    folders = (*PACKAGES, "bench", "docs", "fuzz", "harness", "hostile", "lab", "tests", "torture")
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for folder in folders

@@ -1,7 +1,5 @@
 """What pytest-benchmark's files say of the machine, besides what they say by themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

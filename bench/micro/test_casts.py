@@ -3,20 +3,16 @@
 `nbytes` are those of the float32 elements. They stay in the L2 cache or come from memory.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer.wire.constants import DType
 from worker_client.staging import casts
-
-if TYPE_CHECKING:
-    from pytest_benchmark.fixture import BenchmarkFixture
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 

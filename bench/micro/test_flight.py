@@ -5,25 +5,19 @@ the buffer. The compiled twin copies each result into a message of libzmq's firs
 would; in the compiled loop no Python is between the steps.
 """
 
-from __future__ import annotations
-
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from worker_client.protocol.flight import LinkShard
+from worker_client.protocol.flight import Flight, LinkShard, Send
 from worker_client.protocol.operation import Operation
 from worker_client.runtime import implementation
-
-if TYPE_CHECKING:
-    from pytest_benchmark.fixture import BenchmarkFixture
-
-    from worker_client.protocol.flight import Flight, Send
 
 LINKS = 2
 CHUNKS = 64

@@ -3,22 +3,16 @@
 1000 tensors of 4 KiB at a time, as `bench.fusion` has; `nbytes` are those of all.
 """
 
-from __future__ import annotations
-
 import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from reducer.runtime.implementation import NAMES
 from worker_client.fusion.fusion import fusion_buffers
-from worker_client.fusion.tensor_queue import twin
-
-if TYPE_CHECKING:
-    from pytest_benchmark.fixture import BenchmarkFixture
-
-    from worker_client.fusion.tensor_queue import Request, Submissions
+from worker_client.fusion.tensor_queue import Request, Submissions, twin
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 

@@ -1,17 +1,13 @@
 """The header of a message, packed and unpacked in Python; in C the frame is the struct itself."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, check_chunk
-
-if TYPE_CHECKING:
-    from pytest_benchmark.fixture import BenchmarkFixture
 
 pytestmark = pytest.mark.benchmark(max_time=0.2)
 

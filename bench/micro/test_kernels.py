@@ -4,25 +4,20 @@
 MiB each, the most that a chunk has, and every call has others.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import cycle
 from operator import xor
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer import kernels
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, ReduceOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from pytest_benchmark.fixture import BenchmarkFixture
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 

@@ -5,27 +5,21 @@ first copies each payload into a message of libzmq's, as the network would. Both
 kernels. `nbytes` are those of all contributions.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
 
 from reducer import kernels
 from reducer.engine.engine import Engine
+from reducer.engine.rounds import Send
 from reducer.runtime import implementation
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from pytest_benchmark.fixture import BenchmarkFixture
-
-    from reducer.engine.rounds import Send
 
 JOB = fingerprint("job")
 ROUNDS = 500

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import typer
 
-from bench import options, oracle, plan, report, theory, versus
+from bench import options, plan, report, theory, versus
 from bench.contenders import Contender
 from bench.contest import Step, durations
 from bench.crew import unavailable
 from bench.results import Distance, Sample, Settings, read
-from bench.soak import trends
+from harness import oracle
 from reducer.planning import network_model
 from tests.commands import run_command
+from torture.soak import trends
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")

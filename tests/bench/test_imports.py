@@ -1,4 +1,4 @@
-"""What imports what in `bench` and `lab`, also in functions and for type checkers alone."""
+"""What imports what beside the product, also in functions and for type checkers alone."""
 
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -7,7 +7,7 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-FOLDERS = ("bench", "lab")
+FOLDERS = ("bench", "harness", "hostile", "lab", "torture")
 
 
 @pytest.fixture(scope="module")
@@ -29,5 +29,6 @@ def test_no_import_hides_in_a_string():
         assert not hidden
 
 
-def test_the_lab_knows_no_benchmark(imports):
-    assert not imports.find_illegal_dependencies_for_layers(({"bench"}, {"lab"}))
+def test_attacks_stand_on_benchmarks_these_on_the_harness_and_that_on_the_lab(imports):
+    floors = ({"torture", "hostile"}, {"bench"}, {"harness"}, {"lab"})
+    assert not imports.find_illegal_dependencies_for_layers(floors)

@@ -17,7 +17,8 @@ SHOWN = sorted(
         (module, arguments.strip())
         for page in PAGES
         for module, arguments in re.findall(
-            r"-m (bench\.[a-z_]+)\b([^`\n#|]*)", page.read_text().replace("\\\n", " ")
+            r"-m ((?:bench|hostile|torture)\.[a-z_]+)\b([^`\n#|]*)",
+            page.read_text().replace("\\\n", " "),
         )
         if "[" not in arguments  # a synopsis
     }

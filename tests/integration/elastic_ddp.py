@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
-from bench.ddp_worker import digest
+from harness.reports import digest
 from reducer.errors import ReductionError
 from tests.integration.elastic_rank import listen, say
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import worker_client
-from bench.ddp_worker import report
+from harness.reports import report
 from reducer.errors import ReductionError
 
 KINDS = [  # dtype, op, elements; several chunks to each reducer, one, less than one, none

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
-from bench.ddp_worker import digest
+from harness.reports import digest
 from reducer.errors import RankLostError
 from worker_client import elastic
 from worker_client.communicators.elastic import ADMISSION, ElasticCommunicator

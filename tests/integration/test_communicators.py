@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="needs torch")
 
 import torch.distributed as dist
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer.errors import LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.messages import Straggler

@@ -1,6 +1,6 @@
 """Real DDP while its reducers are killed, drained and lost: no step is lost, and no bit differs.
 
-The short form of `bench.chaos`.
+The short form of `torture.chaos`.
 """
 
 import signal
@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 
 
-from bench.chaos_blows import Blow, at_random
-from bench.chaos_run import train
 from tests.ranks import Loopback
+from torture.chaos_blows import Blow, at_random
+from torture.chaos_run import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 

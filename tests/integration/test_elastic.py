@@ -12,8 +12,8 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from bench.chaos_run import Pool
-from bench.ranks import Ranks
+from harness.pool import Pool
+from harness.ranks import Ranks
 from reducer.errors import RankLostError
 from tests.integration.calls import all_reduce, ones
 from tests.integration.elastic_rank import IN_FLIGHT

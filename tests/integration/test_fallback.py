@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 
 
-from bench.chaos_run import Pool
-from bench.ranks import Ranks
+from harness.pool import Pool
+from harness.ranks import Ranks
 from reducer.errors import ConfigError
 from tests.conftest import local_pool
 from tests.ranks import Loopback

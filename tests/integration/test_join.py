@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from bench.chaos_run import Pool
-from bench.ranks import Ranks
+from harness.pool import Pool
+from harness.ranks import Ranks
 from reducer.errors import ConfigError, MismatchError, ReductionTimeout
 from tests.integration.calls import ones
 from tests.ranks import Loopback, environments, ranks

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from bench import pool, rank_loss
-from bench.fault_job import Job
+from harness import pool
 from tests.conftest import local_pool
 from tests.integration import restarted_training
 from tests.ranks import Loopback, environments, ranks
 from tests.waits import within_s
+from torture import rank_loss
+from torture.fault_job import Job
 from worker_client.commands.demo.ranks import free_port
 
 STOPPED_S = 3.0

@@ -1,6 +1,6 @@
 """The pool is restarted, one reducer after the other, while ranks make calls: none of them fails.
 
-The short form of `bench.rolling`.
+The short form of `torture.rolling`.
 """
 
 import signal
@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from bench import options
-from bench.chaos_run import Pool
-from bench.rolling import roll
+from harness.pool import Pool
+from lab import Lab
 from reducer.errors import ReductionTimeout
+from torture.rolling import roll
 from worker_client.client.bootstrap import connect
 from worker_client.protocol.failover import ADOPT_S
 
@@ -25,7 +25,7 @@ def test_a_rolling_restart_costs_no_call():
 
 
 def test_every_reducer_is_killed_and_replaced_while_a_call_waits():
-    with options.lab(2, None) as lab, ExitStack() as stack:
+    with Lab.loopback(2) as lab, ExitStack() as stack:
         pool = Pool(lab.hosts)
         stack.callback(pool.stop)
         common = {"servers": ",".join(pool.addresses), "world_size": 2, "job": "slow"}
@@ -44,7 +44,7 @@ def test_every_reducer_is_killed_and_replaced_while_a_call_waits():
 @pytest.mark.parametrize("count", [1, 2])  # as many reducers, and so many times
 def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch, count):
     monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "60s")
-    with options.lab(count, None) as lab, ExitStack() as stack:
+    with Lab.loopback(count) as lab, ExitStack() as stack:
         pool = Pool(lab.hosts)
         stack.callback(pool.stop)
         common = {"servers": ",".join(pool.addresses), "world_size": 2, "job": "waits"}

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import numpy as np
 import pytest
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer import kernels
 from reducer.errors import LocalProtocolError, RankLostError, ReducerLostError, ReductionError
 from reducer.runtime import implementation

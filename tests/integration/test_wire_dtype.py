@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import ReduceOp

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
-from bench import block8_oracle
+from harness import block8_oracle
 from tests.integration.ddp_cases import digest
 from tests.ranks import refusal, write_result
 from tests.worker_client.slow_device import SlowDevice, stage_all

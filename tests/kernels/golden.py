@@ -19,7 +19,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from bench import block8_oracle as block8
+from harness import block8_oracle as block8
 
 Array = np.ndarray
 

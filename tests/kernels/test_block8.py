@@ -6,7 +6,7 @@ Of int8 and of E4M3, whose independent witness is `ml_dtypes`.
 import numpy as np
 import pytest
 
-from bench import block8_oracle as oracle
+from harness import block8_oracle as oracle
 from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError
 from reducer.wire.constants import DType, ReduceOp

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from bench import pool
-from bench.results import ROOT
+from harness import ROOT, pool
 from lab import Lab
 
 for package in ("torch", "sklearn"):

@@ -10,10 +10,10 @@ from subprocess import PIPE
 
 import pytest
 
-from bench import pool
-from bench.fault_job import Job
+from harness import pool
 from lab import Lab
 from tests.ranks import environments
+from torture.fault_job import Job
 from worker_client.protocol.flow_control import MOST_BYTES, MOST_FAR_BYTES
 from worker_client.protocol.joining import auto_streams
 

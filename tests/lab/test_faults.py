@@ -1,6 +1,6 @@
 """Jobs on hosts whose network loses packets, is slow, or parts them: exact, and no step lost.
 
-`bench.faults` runs the same cases for longer.
+`torture.faults` runs the same cases for longer.
 """
 
 import shutil
@@ -10,9 +10,9 @@ from subprocess import DEVNULL, PIPE
 
 import pytest
 
-from bench import fault_cases, faults
-from bench.fault_cases import MBIT, REDUCERS, WORKERS, stage
 from lab import Lab, packets
+from torture import fault_cases, faults
+from torture.fault_cases import MBIT, REDUCERS, WORKERS, stage
 
 COUNT = 30
 SLOW_COUNT = 12  # each takes a fifth of a second then

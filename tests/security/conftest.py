@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing, contextmanager
 import numpy as np
 import pytest
 
-from bench import company
+from hostile import company
 from reducer.commands.keygen import keygen
 from reducer.runtime.keyring import Keyring
 from tests.conftest import joined, reducer_here

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from bench.zmtp import STRANGERS, dial
+from hostile.zmtp import STRANGERS, dial
 from tests.security.conftest import reduces
 from tests.waits import eventually
 

@@ -4,8 +4,8 @@ from contextlib import ExitStack, closing, suppress
 
 import pytest
 
-from bench import company
-from bench.intruder import JOB, TENANTS, WINDOW, Worker
+from hostile import company
+from hostile.intruder import JOB, TENANTS, WINDOW, Worker
 from reducer.errors import CapacityError
 from reducer.wire.constants import MessageType
 from reducer.wire.messages import decode_error

@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 
-from bench.zmtp import COMMAND, GREETING, LONG, MORE, frame
+from hostile.zmtp import COMMAND, GREETING, LONG, MORE, frame
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode
 from tests.transport.scripted import HOST, M

@@ -4,9 +4,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-from bench.intruder import Worker
-from bench.lines import Bare
-from bench.zmtp import GREETING, HANDSHAKE, dial
+from hostile.intruder import Worker
+from hostile.lines import Bare
+from hostile.zmtp import GREETING, HANDSHAKE, dial
 from reducer import kernels
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience

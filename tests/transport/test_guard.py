@@ -8,8 +8,8 @@ from contextlib import ExitStack, closing, suppress
 import psutil
 import pytest
 
-from bench.intruder import Worker
-from bench.zmtp import LONG, MORE, dial, frame
+from hostile.intruder import Worker
+from hostile.zmtp import LONG, MORE, dial, frame
 from reducer import tcp_connections
 from reducer.engine.limits import Patience
 from reducer.runtime import guard as guards

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from bench.zmtp import COMMAND, MORE, frame
+from hostile.zmtp import COMMAND, MORE, frame
 from reducer.clock import HEARTBEATS_PER_S, MOST_S
 from reducer.runtime import guard as guards
 from reducer.runtime.guard import STUCK_LOOKS

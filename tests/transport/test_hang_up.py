@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from bench.zmtp import GREETING, HANDSHAKE, MORE, dial, frame
+from hostile.zmtp import GREETING, HANDSHAKE, MORE, dial, frame
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from bench.zmtp import COMMAND, GREETING, frame
+from hostile.zmtp import COMMAND, GREETING, frame
 from reducer.wire.header import Header
 from tests.transport.guarded import M
 from tests.waits import eventually, within_s

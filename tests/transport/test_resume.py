@@ -9,8 +9,8 @@ from contextlib import closing, suppress
 import numpy as np
 import pytest
 
-from bench.lines import Bare
-from bench.zmtp import GREETING, MORE, frame
+from hostile.lines import Bare
+from hostile.zmtp import GREETING, MORE, frame
 from reducer.engine.limits import Patience
 from reducer.errors import MembershipError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import RESUME_S, SHORTEST_PATIENCE_MS, Feature
@@ -65,7 +65,7 @@ def counted(monkeypatch):
         made.connect((host, int(port)))
         return made
 
-    monkeypatch.setattr("bench.lines.dial", dial)
+    monkeypatch.setattr("hostile.lines.dial", dial)
 
 
 def two(post, **settings):

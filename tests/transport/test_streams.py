@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.zmtp import MORE, dial, frame
+from hostile.zmtp import MORE, dial, frame
 from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import Patience
 from reducer.errors import RankLostError

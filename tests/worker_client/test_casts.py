@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer.wire.constants import DType
 from worker_client.staging import casts
 

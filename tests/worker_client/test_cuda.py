@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer.errors import ConfigError, DeviceError, LocalProtocolError, MismatchError
 from tests.waits import eventually, within_s
 from tests.worker_client.buckets import Bucket

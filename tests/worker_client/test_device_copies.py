@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import block8_oracle
+from harness import block8_oracle
 from reducer.errors import ConfigError, ReductionTimeout
 from tests.waits import eventually
 from tests.worker_client.buckets import Bucket

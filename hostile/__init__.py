@@ -1,0 +1,1 @@
+"""Attacks by others: strangers without a key, and tenants that take more than their share."""

@@ -1,0 +1,1 @@
+"""Faults on purpose: ranks, reducers and connections are stopped, killed, reset and replaced."""

@@ -1,0 +1,75 @@
+"""Whether training loses a step or a bit while reducers are killed, and how long it stalls.
+
+    python -m torture.chaos --kills 200 --workers 4 --reducers 3
+
+Real reducers, real DDP, over loopback. One reducer after the other dies at a random instant and is
+started again, until `--kills` are done; then the same training makes as many steps undisturbed,
+and must end with the same bits. bench/README.md defines every option and figure.
+"""
+
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bench import options, report
+from bench.results import ChaosResults
+from harness import HarnessError
+from torture.chaos_blows import PLACES, at_failpoints, at_random
+from torture.chaos_figures import figures
+from torture.chaos_run import train
+
+LONGEST_STALL_S = 3.0
+
+
+def main(  # noqa: PLR0917 (options have names on the command line)
+    kills: Annotated[
+        int | None, typer.Option(min=1, help="How often; 200, or once at each failpoint.")
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Ranks.")] = 4,
+    reducers: Annotated[int, typer.Option(min=2, help="Reducers.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of instants, victims and data.")] = 0,
+    failpoints: Annotated[
+        bool, typer.Option("--failpoints", help="At named places, not at random instants.")
+    ] = False,
+    drain: Annotated[
+        bool, typer.Option("--drain", help="SIGTERM instead of SIGKILL: reducers say goodbye.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+) -> None:
+    """Train while reducers die, and say what became of it."""
+    if failpoints and drain:
+        raise typer.BadParameter("a reducer that is killed at a failpoint says no goodbye")
+    if failpoints and not find_spec("reducer.failpoints"):
+        sys.exit("torture.chaos: these reducers have no failpoints")
+    if failpoints:
+        blows = at_failpoints(kills or len(PLACES), reducers, workers, seed)
+    else:
+        number = signal.SIGTERM if drain else signal.SIGKILL
+        blows = at_random(kills or 200, reducers, seed, number)
+    run = options.begin("torture.chaos")
+    try:
+        with options.lab(workers + reducers, None) as lab:
+            disturbed = train(lab, workers, blows, seed=seed)
+            undisturbed = train(lab, workers, [], seed=seed, steps=disturbed.least_steps)
+    except HarnessError as error:
+        sys.exit(f"torture.chaos: {error}")
+    found = ChaosResults(
+        **dict(run),
+        workers=workers,
+        reducers=reducers,
+        **figures(disturbed, undisturbed),
+    )
+    print(report.chaos_text(found))
+    for line in found.errors:
+        print(f"# {line}")
+    if json:
+        found.write(json)
+    sys.exit(int(found.lost > 0 or not found.identical or found.stall_s > LONGEST_STALL_S))
+
+
+if __name__ == "__main__":
+    typer.run(main)
