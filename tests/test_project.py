@@ -1,5 +1,6 @@
 """Files about the project: its metadata, how to cite it, and what people are asked for."""
 
+import importlib.util
 import json
 import re
 import runpy
@@ -265,24 +266,53 @@ def test_alerts_fire_when_the_page_says():
         assert limit == "0" or f"more than {share} " in when, rule
 
 
-def test_the_workflow_runs_what_is_here():
-    """On every Python that `make` takes, with the least rights, by actions of a major version."""
-    (path,) = (GITHUB / "workflows").iterdir()
-    workflow = read(path)
-    jobs = workflow["jobs"]
-    steps = [step for job in jobs.values() for step in job["steps"]]
-    made = {step["run"].removeprefix("make ") for step in steps if "make" in step.get("run", "")}
+WORKFLOWS = {path.stem: read(path) for path in (GITHUB / "workflows").iterdir()}
+
+
+def runs(jobs):
+    """Return all lines of shell of a workflow's jobs, without `sudo`."""
+    lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    return re.sub(r"sudo (env .*?(?=make ))?", "", "\n".join(lines))
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_has_the_least_rights_and_runs_what_is_here(name):
+    jobs = WORKFLOWS[name]["jobs"]
+    assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
+    given = {name: job["permissions"] for name, job in jobs.items() if "permissions" in job}
+    assert given == ({"publish": {"id-token": "write"}} if name == "ci" else {})
+    used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+|[0-9a-f]{40})", action)
+    targets = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"make (\S+)", runs(jobs))) <= {*targets}
+    for module in re.findall(r"python -m (\S+)", runs(jobs)):
+        assert importlib.util.find_spec(module), module
+
+
+def test_every_change_runs_every_python_and_a_tag_what_all_have_passed():
+    jobs = WORKFLOWS["ci"]["jobs"]
+    made = set(re.findall(r"make (\S+)", runs(jobs)))
     assert made == {"lint", "test", "docs", "wheels", "sbom"}
     assert jobs["test"]["strategy"]["matrix"]["python"] == [
         f"3.{minor}" for minor in MINORS if minor >= int(STABLE)
     ]
-    for step in steps:
-        assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+)", step.get("uses", "a/b@v1"))
-    assert workflow["permissions"] == {"contents": "read"}
-    given = {name: job["permissions"] for name, job in jobs.items() if "permissions" in job}
-    assert given == {"publish": {"id-token": "write"}}
     assert jobs["publish"]["if"] == "startsWith(github.ref, 'refs/tags/v')"
     assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
+
+
+def test_tests_run_as_root_and_as_a_user_who_is_not():
+    """Root is who runs in a container, or by sudo; the runner's own user is not."""
+    *_, test = WORKFLOWS["ci"]["jobs"]["test"]["steps"]
+    assert "container" not in WORKFLOWS["ci"]["jobs"]["test"]
+    assert test == {"run": "make test"}
+    nightly = WORKFLOWS["nightly"]
+    assert nightly[True]["schedule"]  # YAML 1.1 reads `on` so
+    assert nightly["jobs"]["full"]["container"]["options"] == "--privileged"
+    assert nightly["jobs"]["full"]["steps"][-1] == {"run": ".ci/run --full"}
+    assert nightly["jobs"]["lab"]["steps"][-1]["run"].startswith("sudo ")
+    assert nightly["jobs"]["arm"]["runs-on"].endswith("-arm")
+    assert {"test-versions", "audit"} <= set(re.findall(r"make (\S+)", runs(nightly["jobs"])))
 
 
 @pytest.mark.parametrize("name", ["bug_report", "feature_request"])
