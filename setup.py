@@ -28,8 +28,9 @@ REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 FLAGS = ["-O0", "-g", f"-fsanitize={WATCHED}"] if DEBUG else ["-O3", "-g0"]
 FLAGS += ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-ffp-contract=off"]
 
+ABI3_SINCE = 11  # Python 3.11 is the first with buffers
 if ABI3:
-    FLAGS.append("-DPy_LIMITED_API=0x030b0000")
+    FLAGS.append(f"-DPy_LIMITED_API=0x03{ABI3_SINCE:02x}0000")
 LINK_FLAGS = [f"-fsanitize={WATCHED}"] if DEBUG else []
 
 KERNELS = "reducer/kernels"
@@ -155,6 +156,6 @@ setup(
     cmdclass={"build_ext": BuildApart},
     options={
         "build_ext": {"parallel": os.cpu_count()},
-        **({"bdist_wheel": {"py_limited_api": "cp311"}} if ABI3 else {}),
+        **({"bdist_wheel": {"py_limited_api": f"cp3{ABI3_SINCE}"}} if ABI3 else {}),
     },
 )

@@ -3,18 +3,20 @@
 `PAGES` names each file and the function that returns its text; a test holds that the files are what
 these functions return. The settings come from the code, the picture of the gain from the tables of
 performance.md, those of losses from what `bench.sites --curves` has written, the table of versions
-from what `tests.versions` has.
+from what `tests.versions` has. `facts` writes into other files of the project what they repeat of
+the code and of each other, as facts.toml says.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import math
 import re
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tomllib
 from pydantic import ByteSize
@@ -24,12 +26,13 @@ from reducer.config import ReducerConfig
 from worker_client.config import AUTO, InitSettings, WorkerConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from pydantic.fields import FieldInfo
     from pydantic_settings import BaseSettings
 
 DOCS = Path(__file__).parent
+ROOT = DOCS.parent
 
 _SETTINGS = """\
 # Settings
@@ -85,7 +88,7 @@ def settings() -> str:
 def architecture() -> str:
     """Return the page of the architecture, with the floors of both packages drawn anew."""
     written = (DOCS / "architecture.md").read_text()
-    contracts = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     drawn = ["```"]
     for contract in contracts["contracts"]:
         if contract["type"] == "layers":
@@ -117,10 +120,7 @@ def compatibility() -> str:
 def _floors(layers: list[str], package: str) -> Iterator[str]:
     """Yield the lines of a contract's floors from the top one down, a / behind each room."""
     for number, layer in enumerate(layers, 1):
-        words = [
-            f"{word}/" if (DOCS.parent / package / word).is_dir() else word
-            for word in layer.split()
-        ]
+        words = [f"{word}/" if (ROOT / package / word).is_dir() else word for word in layer.split()]
         yield from textwrap.wrap(
             " ".join(words), 98, initial_indent=f"{number} ", subsequent_indent="  "
         )
@@ -303,6 +303,82 @@ def _markdown(docstring: str) -> str:
     return re.sub(r"\(CONTRIBUTING(\.md[#\w-]*)\)", r"([contributing](../CONTRIBUTING\1))", text)
 
 
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "s of ms": 1000}
+NUMBER = r"\d{1,3}(?:,\d{3})+|\d+(?:\.\d+)?"
+TEXT = r"\w(?:[\w.:@-]*\w)?"
+Fact = int | float | str
+
+
+def facts(values: Mapping[str, Fact] | None = None) -> dict[Path, str]:
+    """Return the text of each file that repeats a fact of facts.toml, with all facts as they are.
+
+    Args:
+        values: facts that are to be others, by name.
+
+    Raises:
+        LookupError: no file has some words of facts.toml, or a file has none of its words.
+    """
+    texts: dict[Path, str] = {}
+    for name, fact in tomllib.loads((DOCS / "facts.toml").read_text()).items():
+        value = (values or {}).get(name, _value(fact))
+        for patterns, words in fact.items():
+            if patterns in {"is", "unit", "plus"}:
+                continue
+            sentences = [words] if isinstance(words, str) else words
+            said = set()
+            for pattern in patterns.split():
+                for path in ROOT.glob(pattern):
+                    texts.setdefault(path, path.read_text())
+                    for sentence in sentences:
+                        if _pattern(sentence, value).search(texts[path]):
+                            said |= {pattern, sentence}
+                            texts[path] = _repeated(sentence, value, texts[path])
+            if missing := {*patterns.split(), *sentences} - said:
+                raise LookupError(
+                    f"{patterns}: nothing is found of {sorted(missing)}: mend docs/facts.toml"
+                )
+    return texts
+
+
+def _value(fact: dict[str, Any]) -> Fact:
+    """Return what a fact is where it is said first."""
+    source = fact["is"]
+    value: Any
+    if isinstance(source, str):
+        module, _, path = source.partition(":")
+        value = importlib.import_module(module)
+        for part in path.split("."):
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
+    else:
+        file, said = source
+        value = _pattern(said, "").findall((ROOT / file).read_text())[-1][1]
+    if "unit" in fact:
+        value = value / UNITS[fact["unit"]]
+    if "plus" in fact:
+        value = int(value) + fact["plus"]
+    return value if isinstance(value, str) or value % 1 else int(value)
+
+
+def _pattern(said: str, value: Fact) -> re.Pattern[str]:
+    """Return what finds words of facts.toml: what is before the fact, the fact, what is after."""
+    begin = "^" * said.startswith("^")
+    escaped = re.escape(said.removeprefix("^")).replace(r"\ ", r"\s+").replace(r"\*", r"\S*?")
+    before, _, after = escaped.partition(r"\{\}")
+    token = TEXT if isinstance(value, str) else NUMBER
+    return re.compile(rf"({begin}{before})({token})(?!\d)({after})", re.MULTILINE)
+
+
+def _repeated(said: str, value: Fact, text: str) -> str:
+    def fill(found: re.Match[str]) -> str:
+        filled = f"{value:,}" if "," in found[2] else f"{value}"
+        return f"{found[1]}{filled}{found[3]}"
+
+    return _pattern(said, value).sub(fill, text)
+
+
 if __name__ == "__main__":
+    for path, text in facts().items():
+        if path.read_text() != text:  # what `make` would compile or install again is left alone
+            path.write_text(text)
     for name, page in PAGES.items():
         (DOCS / name).write_text(page())

@@ -247,14 +247,6 @@ BY_FILE = {
             "test_the_quick_start_runs_as_shown[torchrun]",
         ),
     },
-    "tests/integration/test_cli.py": {
-        "test_what_is_wrong_is_said[arguments0": (
-            "test_what_is_wrong_is_said[arguments1",
-            "test_what_is_wrong_is_said[arguments2",
-            "test_what_is_wrong_is_said[arguments4",
-            "test_what_is_wrong_is_said[arguments5",
-        ),
-    },
     "tests/integration/test_demo.py": {
         "test_ranks_that_differ_are_a_failure": ("test_too_little_training",),
         "test_wrong_options_are_one_sentence[options0": tuple(
@@ -373,7 +365,7 @@ BY_FILE = {
         ),
     },
     "tests/launch/test_exit_codes.py": {
-        "test_a_command_that_ends_by_itself[launch-2]": (
+        "test_a_command_that_ends_by_itself[launch-2-": (
             *(
                 f"test_a_command_that_ends_by_itself[{command}"
                 for command in (

@@ -23,7 +23,6 @@ TEXTS = {
     if ROOT / "build" not in path.parents
     and path.name != "CHANGELOG.md"  # which names what was renamed since
 }
-UNITS = {"": 1, " s": 1, " GiB": 1 << 30}
 OF_THE_BUILD = {
     f"REDUCTION_BUILD_{name}" for name in ("DEBUG", "REPOSITORY", "REQUIRED", "STABLE_ABI")
 }
@@ -39,12 +38,35 @@ SHOWN = re.compile(
 # A command of ours and its options: to the end of its line, code or cell, or of what is its own.
 COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads the contracts")
-PAGES = runpy.run_path(str(DOCS / "generate.py"))["PAGES"]
+GENERATOR = runpy.run_path(str(DOCS / "generate.py"))
+PAGES = GENERATOR["PAGES"]
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_what_the_generator_makes(name):
     assert (DOCS / name).read_text() == PAGES[name](), "run: .venv/bin/python docs/generate.py"
+
+
+def test_what_files_repeat_is_what_is_said_first():
+    stale = [str(path) for path, text in GENERATOR["facts"]().items() if path.read_text() != text]
+    assert stale == [], "run: .venv/bin/python docs/generate.py"
+
+
+def test_another_value_reaches_every_file_that_repeats_it():
+    found = GENERATOR["facts"]({"port": 7777, "http_connections": 54321, "base": "debian:sid-1"})
+    text = {str(path.relative_to(ROOT)): text for path, text in found.items()}
+    assert "REDUCTION_SERVERS=127.0.0.1:7777,127.0.0.1:5556" in text["README.md"]
+    assert "EXPOSE 7777 9090\n" in text["docker/reducer.Dockerfile"]
+    assert "5555" not in "".join(text[name] for name in text if "/templates/" in name)
+    assert "at most 54,321\nconnections" in text["docs/observing.md"]
+    assert "ARG BASE=debian:sid-1\n" in text["docker/worker.Dockerfile"]
+
+
+def test_a_sentence_that_says_a_fact_no_more_is_named(monkeypatch):
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: read(path).replace("warning after 10", "x"))
+    with pytest.raises(LookupError, match=r"failures.md: nothing .*'a warning after \{\} s'"):
+        GENERATOR["facts"]()
 
 
 def test_claimed_versions_were_tried_and_no_test_failed():
@@ -106,35 +128,3 @@ def test_options_that_pages_name_exist():
             named += [(program, verb, option, page) for option in options]
     assert len(named) > 20
     assert [one for one in named if one[2] not in commands.get(one[:2], ())] == []
-
-
-def test_defaults_that_pages_repeat_in_brackets_are_the_settings():
-    checked = set()
-    for page, text in TEXTS.items():
-        for option, number, unit in re.findall(r"`--([a-z-]+)` \(([\d.]+)( s| GiB|)\)", text):
-            default = ReducerConfig.model_fields[option.replace("-", "_")].default
-            assert float(number) * UNITS[unit] == default, (page, option)
-            checked.add(option)
-    assert {"drain-timeout", "handshake-timeout", "memory-limit", "max-jobs"} <= checked
-
-
-@pytest.mark.parametrize(
-    ("page", "sentence", "setting"),
-    [
-        (
-            "docs/failures.md",
-            r"`REDUCTION_HEARTBEAT` [^.]*by default every ([\d.]+) s",
-            "heartbeat",
-        ),
-        ("docs/failures.md", r"`REDUCTION_TIMEOUT` \| .* ([\d.]+) s:", "timeout"),
-        ("docs/failures.md", r"`REDUCTION_PATIENCE` \| .* ([\d.]+) s:", "patience"),
-        (
-            "docs/failures.md",
-            r"no reducer is there at the start .*`REDUCTION_CONNECT_TIMEOUT`.* ([\d.]+) s \|",
-            "connect_timeout",
-        ),
-    ],
-)
-def test_a_default_that_a_page_repeats_is_the_setting(page, sentence, setting):
-    (repeated,) = re.findall(sentence, TEXTS[page])
-    assert float(repeated) == WorkerConfig.model_fields[setting].default

@@ -3,7 +3,7 @@
 import select
 import socket
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import pytest
 
@@ -64,16 +64,6 @@ def is_over(source):
         return source.recv(1) == b""
     except ConnectionResetError:
         return True
-
-
-def send_until_it_blocks(sender):
-    """Return how many bytes were taken before nothing was for a while."""
-    sender.settimeout(0.3)
-    sent = 0
-    with suppress(TimeoutError):
-        while True:
-            sent += sender.send(RAMP)
-    return sent
 
 
 def in_background(call):

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,6 @@ import numpy as np
 import psutil
 import pytest
 
-import reducer
 from reducer import local_pool
 from reducer.errors import ConfigError, ReducerLostError, ReductionError
 from tests.commands import run_command, serving
@@ -21,43 +19,6 @@ from tests.waits import within_s
 from worker_client.client.bootstrap import connect
 
 COMMAND = str(Path(sys.executable).with_name("reducer"))
-
-
-def fails(*arguments):
-    """Run `reducer serve` with arguments that it must refuse, and return what it says."""
-    done = run_command(COMMAND, "serve", *arguments)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    return done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--bind", "127.0.0.1"), "write it as HOST:PORT"),
-        (("--bind", "tcp://127.0.0.1:99999"), "write it as HOST:PORT"),
-        (("--bind", "tcp://192.0.2.1:5555", "--insecure"), "no such address"),
-        (("--bind", "tcp://0.0.0.0:0"), "--insecure"),
-        (("--bind", "tcp://0.0.0.0:0", "--keys", ""), "nothing would check who connects"),
-        (("--memory-limit", "plenty"), "memory_limit"),
-        (("--kernel", "mmx"), "avx2"),
-        (("--no-such-flag",), "No such option"),
-    ],
-)
-def test_what_is_wrong_is_said(arguments, says):
-    assert says in fails(*arguments)
-
-
-@pytest.mark.parametrize("command", ["reducer", "worker-client"])
-def test_both_commands_say_their_version(command):
-    done = run_command(str(Path(COMMAND).with_name(command)), "--version")
-    assert (done.returncode, done.stdout) == (0, f"{command} {reducer.__version__}\n")
-
-
-def test_a_taken_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert "the port is taken" in fails("--bind", f"tcp://127.0.0.1:{port}")
 
 
 def test_the_module_is_the_command():

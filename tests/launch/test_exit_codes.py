@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import reducer
 from tests.commands import REDUCER, run_command, serving
 from tests.launch.conftest import bare_environment
 
@@ -28,33 +29,57 @@ NOBODY = "127.0.0.1:1"  # a port that no unprivileged process has
 DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 
 
+@pytest.fixture(scope="module")
+def taken():
+    """A port that a socket listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+# A command line, its exit code, and what it says; TAKEN is `taken`.
 @pytest.mark.parametrize(
-    ("command", "code"),
+    ("command", "code", "says"),
     [
-        ((*WORKER, "doctor"), 0),  # one that finds something: test_doctor.py
-        ((*WORKER, "doctor", NOBODY), 2),
-        ((*WORKER, "doctor", "--dump", "no/such/directory"), 2),
-        ((*WORKER, "launch"), 2),
-        ((*WORKER, "launch", "--", "no-such-program"), 2),
-        ((*WORKER, "demo", "--workers", "0"), 2),
-        ((*WORKER, "timeline", "merge", "no/such/directory"), 2),
-        ((*REDUCER, "status", NOBODY), 1),
-        ((*REDUCER, "status", "nonsense"), 2),
-        ((*REDUCER, "top", NOBODY, "--count", "1"), 0),
-        ((*REDUCER, "top", "nonsense"), 2),
-        ((*REDUCER, *PLAN, "1"), 0),
-        ((*REDUCER, *PLAN, "0"), 2),
-        ((*REDUCER, *PLAN, "fast"), 2),
-        ((*REDUCER, "keygen", "/dev/null"), 2),
-        ((*REDUCER, "serve", "--threads", "0"), 2),
-        ((*REDUCER, "serve", "--keys", "no/such/directory"), 2),
-        ((sys.executable, "-c", BROKEN, "serve", "--bind", "tcp://127.0.0.1:0"), 1),
+        ((*WORKER, "doctor"), 0, ""),  # one that finds something: test_doctor.py
+        ((*WORKER, "doctor", NOBODY), 2, ""),
+        ((*WORKER, "doctor", "--dump", "no/such/directory"), 2, ""),
+        ((*WORKER, "launch"), 2, ""),
+        ((*WORKER, "launch", "--", "no-such-program"), 2, "no-such-program"),
+        ((*WORKER, "demo", "--workers", "0"), 2, ""),
+        ((*WORKER, "timeline", "merge", "no/such/directory"), 2, ""),
+        ((*WORKER, "--version"), 0, f"worker-client {reducer.__version__}\n"),
+        ((*REDUCER, "--version"), 0, f"reducer {reducer.__version__}\n"),
+        ((*REDUCER, "status", NOBODY), 1, ""),
+        ((*REDUCER, "status", "nonsense"), 2, "nonsense"),
+        ((*REDUCER, "top", NOBODY, "--count", "1"), 0, ""),
+        ((*REDUCER, "top", "nonsense"), 2, "nonsense"),
+        ((*REDUCER, *PLAN, "1"), 0, ""),
+        ((*REDUCER, *PLAN, "0"), 2, ""),
+        ((*REDUCER, *PLAN, "fast"), 2, "--reducer-gbps"),
+        ((*REDUCER, "keygen", "/dev/null"), 2, "/dev/null"),
+        ((*REDUCER, "serve", "--threads", "0"), 2, "threads"),
+        ((*REDUCER, "serve", "--keys", "no/such/directory"), 2, "no/such/directory"),
+        ((*REDUCER, "serve", "--bind", "127.0.0.1"), 2, "write it as HOST:PORT"),
+        ((*REDUCER, "serve", "--bind", "tcp://192.0.2.1:5555", "--insecure"), 2, "no such address"),
+        ((*REDUCER, "serve", "--bind", "tcp://0.0.0.0:0"), 2, "--insecure"),
+        ((*REDUCER, "serve", "--bind", "TAKEN"), 2, "the port is taken"),
+        ((*REDUCER, "serve", "--memory-limit", "plenty"), 2, "memory_limit"),
+        ((*REDUCER, "serve", "--kernel", "mmx"), 2, "avx2"),
+        ((*REDUCER, "serve", "--no-such-flag"), 2, "No such option"),
+        (
+            ("env", "REDUCTION_MEMORY_LIMITS=8GiB", *REDUCER, "serve"),
+            2,
+            "unknown setting REDUCTION_MEMORY_LIMITS: did you mean REDUCTION_MEMORY_LIMIT?",
+        ),
+        ((sys.executable, "-c", BROKEN, "serve", "--bind", "tcp://127.0.0.1:0"), 1, ""),
     ],
-    ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else str(value),
+    ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else str(value)[:20],
 )
-def test_a_command_that_ends_by_itself(command, code):
-    done = run_command(*command, env=bare_environment(), timeout=60)
+def test_a_command_that_ends_by_itself(command, code, says, taken):
+    words = [taken if word == "TAKEN" else word for word in command]
+    done = run_command(*words, env=bare_environment(), timeout=60)
     assert done.returncode == code, done.stderr
+    assert says in done.stderr + done.stdout
     assert (code == 2) <= ("Traceback" not in done.stderr)
 
 

@@ -1,5 +1,6 @@
 """A reducer's settings: where they come from, and what is wrong with them."""
 
+import json
 import re
 import resource
 from pathlib import Path
@@ -23,80 +24,125 @@ MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 
-def test_the_reducers_defaults():
-    settings = reducer_config.load(bind=None, memory_limit=None, insecure=None, kernel=None)
-    assert settings.model_dump() == {
-        "bind": "tcp://127.0.0.1:5555",
-        "memory_limit": 8 << 30,
-        "job_memory_limit": None,
-        "max_jobs": 256,
-        "max_jobs_per_key": 64,
-        "max_rounds": 131072,
-        "max_ranks": 4096,
-        "max_chunk_bytes": 4 << 20,
-        "max_connections": 8192,
-        "max_connections_per_key": None,
-        "handshake_timeout": 5.0,
-        "drain_timeout": 8.0,
-        "keys": None,
-        "insecure": False,
-        "kernel": None,
-        "threads": 1,
-        "io_threads": 1,
-        "cpus": None,
-        "impl": None,
-        "http": None,
-        "timeline": None,
-        "config": None,
-        "failpoints": "",
-    }
+DEFAULTS = {
+    "bind": "tcp://127.0.0.1:5555",
+    "memory_limit": 8 << 30,
+    "job_memory_limit": None,
+    "max_jobs": 256,
+    "max_jobs_per_key": 64,
+    "max_rounds": 131072,
+    "max_ranks": 4096,
+    "max_chunk_bytes": 4 << 20,
+    "max_connections": 8192,
+    "max_connections_per_key": None,
+    "handshake_timeout": 5.0,
+    "drain_timeout": 8.0,
+    "keys": None,
+    "insecure": False,
+    "kernel": None,
+    "threads": 1,
+    "io_threads": 1,
+    "cpus": None,
+    "impl": None,
+    "http": None,
+    "timeline": None,
+    "config": None,
+    "failpoints": "",
+}
+# Setting, how it may be written, and what that means.
+WAYS = [
+    ("bind", "tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+    ("bind", "127.0.0.1:7", "tcp://127.0.0.1:7"),
+    ("memory_limit", "64MB", 64_000_000),
+    ("memory_limit", "67108864", 64 * MIB),
+    ("job_memory_limit", "1GiB", 1 << 30),
+    ("max_jobs", "7", 7),
+    ("max_jobs_per_key", "6", 6),
+    ("max_rounds", "5", 5),
+    ("max_ranks", "8", 8),
+    ("max_chunk_bytes", "1MiB", MIB),
+    ("max_connections", "9", 9),
+    ("max_connections_per_key", "3", 3),
+    ("handshake_timeout", "500ms", 0.5),
+    ("drain_timeout", "2min", 120.0),
+    ("keys", "/etc/keys", Path("/etc/keys")),
+    ("keys", "", None),
+    ("insecure", "1", True),
+    ("kernel", "generic", "generic"),
+    ("threads", "2", 2),
+    ("io_threads", "3", 3),
+    ("cpus", "0", (0,)),
+    ("impl", "plain", "plain"),
+    ("http", "9090", "127.0.0.1:9090"),
+    ("http", ":9090", "127.0.0.1:9090"),
+    ("http", "0.0.0.0:9090", "0.0.0.0:9090"),
+    ("http", "[::1]:9090", "[::1]:9090"),
+    ("http", "off", None),
+    ("http", "", None),
+    ("timeline", "/var/timelines", Path("/var/timelines")),
+    ("failpoints", "reducer.placed=kill@3", "reducer.placed=kill@3"),
+]
+NO_BINDS = (
+    *("", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://:5555", "tcp://127.0.0.1:65536"),
+    *("tcp://127.0.0.1:-1", "tcp://127.0.0.1:5555/path", "tcp://::1:5555", "ipc:///tmp/socket"),
+    *("tcp://127.0.0.1:5555,tcp://0.0.0.0:5555", "udp://127.0.0.1:5555"),
+)
+MISTAKES = [
+    *(("bind", text, "write it as HOST:PORT, with .* got ") for text in NO_BINDS),
+    ("memory_limit", "0", "got '0'"),
+    ("memory_limit", "-1", "got '-1'"),
+    ("memory_limit", "lots", "write bytes such as 8GiB or 8589934592.*got 'lots'"),
+    ("max_jobs", "0", "got '0'"),
+    ("max_chunk_bytes", "5MiB", "got '5MiB'"),
+    ("handshake_timeout", "soon", "got 'soon'"),
+    ("insecure", "maybe", "got 'maybe'"),
+    ("threads", "100", "less than or equal to"),
+    ("kernel", "mmx", "should be 'avx512', 'avx2', 'neon', 'generic' or 'numpy'"),
+    ("cpus", "all", "write CPUs such as 0-3,8"),
+    ("cpus", "\N{ARABIC-INDIC DIGIT ONE}", "write CPUs such as 0-3,8"),
+    ("cpus", "", "write CPUs such as 0-3,8"),
+    ("cpus", "1-0", "this process may run on CPUs"),
+    ("cpus", "0,99999", "this process may run on CPUs"),
+    ("cpus", f"0-{10**20}", "this process may run on CPUs"),
+    *(
+        ("http", text, "write it as HOST:PORT, or PORT, or off, got ")
+        for text in ("on", "host", "host:", "1:2:3", "http://host:1", "host:99999")
+    ),
+]
 
 
-def test_the_reducers_environment(monkeypatch):
-    monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:0")
-    monkeypatch.setenv("REDUCTION_INSECURE", "1")
-    monkeypatch.setenv("REDUCTION_KEYS", "/etc/keys")
-    monkeypatch.setenv("REDUCTION_MEMORY_LIMIT", "2GiB")
-    monkeypatch.setenv("REDUCTION_JOB_MEMORY_LIMIT", "1GiB")
-    monkeypatch.setenv("REDUCTION_MAX_JOBS", "7")
-    monkeypatch.setenv("REDUCTION_MAX_RANKS", "8")
-    monkeypatch.setenv("REDUCTION_MAX_CHUNK_BYTES", "1MiB")
-    monkeypatch.setenv("REDUCTION_MAX_CONNECTIONS", "9")
-    monkeypatch.setenv("REDUCTION_HANDSHAKE_TIMEOUT", "500ms")
-    monkeypatch.setenv("REDUCTION_KERNEL", "generic")
-    monkeypatch.setenv("REDUCTION_THREADS", "2")
-    monkeypatch.setenv("REDUCTION_IO_THREADS", "3")
-    monkeypatch.setenv("REDUCTION_CPUS", "0-1")
-    monkeypatch.setenv("REDUCTION_IMPL", "plain")
-    monkeypatch.setenv("REDUCTION_HTTP", "9090")
-    monkeypatch.setenv("REDUCTION_TIMELINE", "/var/timelines")
-    monkeypatch.setenv("REDUCTION_FAILPOINTS", "reducer.placed=kill@3")
+def written(file, name, text):
+    file.write_text(f"{name} = {json.dumps(text, ensure_ascii=False)}\n")
+    return reducer_config.load_with_file(config=str(file)).model_dump()
+
+
+def test_every_setting_has_a_default_and_is_covered():
+    assert reducer_config.load(**dict.fromkeys(DEFAULTS)).model_dump() == DEFAULTS
+    assert {name for name, *_ in WAYS} == DEFAULTS.keys() - {"config"}
+
+
+@pytest.mark.parametrize(("name", "text", "value"), WAYS)
+def test_from_an_argument_from_the_environment_and_from_a_file(
+    monkeypatch, tmp_path, name, text, value
+):
     monkeypatch.setenv("REDUCTION_SERVERS", "of no interest to a reducer")
-    assert reducer_config.load(kernel="numpy").model_dump() == {
-        "bind": "tcp://0.0.0.0:0",
-        "memory_limit": 2 << 30,
-        "job_memory_limit": 1 << 30,
-        "max_jobs": 7,
-        "max_jobs_per_key": 64,
-        "max_rounds": 131072,
-        "max_ranks": 8,
-        "max_chunk_bytes": 1 << 20,
-        "max_connections": 9,
-        "max_connections_per_key": None,
-        "handshake_timeout": 0.5,
-        "drain_timeout": 8.0,
-        "keys": Path("/etc/keys"),
-        "insecure": True,
-        "kernel": "numpy",
-        "threads": 2,
-        "io_threads": 3,
-        "cpus": (0, 1),
-        "impl": "plain",
-        "http": "127.0.0.1:9090",
-        "timeline": Path("/var/timelines"),
-        "config": None,
-        "failpoints": "reducer.placed=kill@3",
-    }
+    file = tmp_path / "reducer.toml"
+    assert written(file, name, text) == DEFAULTS | {name: value, "config": file}
+    assert reducer_config.load(**{name: text}).model_dump() == DEFAULTS | {name: value}
+    monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
+    assert reducer_config.load().model_dump() == DEFAULTS | {name: value}
+
+
+@pytest.mark.parametrize(("name", "text", "why"), MISTAKES)
+def test_a_mistake_is_named_wherever_it_is(monkeypatch, tmp_path, name, text, why):
+    file = tmp_path / "reducer.toml"
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(file))}: {name}: .*{why}"):
+        written(file, name, text)
+    with pytest.raises(ConfigError, match=f"^{name}: .*{why}"):
+        reducer_config.load(**{"insecure": True, name: text})
+    monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
+    with pytest.raises(ConfigError, match=f"^{name}: .*{why}"):
+        reducer_config.load()
 
 
 def test_empty_keys_are_none(monkeypatch):
@@ -106,14 +152,6 @@ def test_empty_keys_are_none(monkeypatch):
         reducer_config.load(bind="tcp://10.0.0.1:5555")
     monkeypatch.setenv("REDUCTION_KEYS", "/etc/keys")
     assert reducer_config.load(keys="").keys is None
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("64MB", 64_000_000), ("67108864", 64 * MIB), (4096, 4096), ("1GiB", 1 << 30)],
-)
-def test_memory_limit(text, value):
-    assert reducer_config.load(memory_limit=text).memory_limit == value
 
 
 LOOPBACK = ["127.0.0.1", "127.1.2.3", "[::1]", "localhost"]
@@ -217,48 +255,6 @@ def test_beyond_this_machine_only_when_insecure(host):
     assert reducer_config.load(bind=bind, insecure=True).bind == bind
 
 
-@pytest.mark.parametrize(
-    "bind",
-    [
-        "",
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:",
-        "tcp://:5555",
-        "tcp://127.0.0.1:65536",
-        "tcp://127.0.0.1:-1",
-        "tcp://127.0.0.1:5555/path",
-        "tcp://::1:5555",
-        "tcp://127.0.0.1:5555,tcp://0.0.0.0:5555",
-        "udp://127.0.0.1:5555",
-        "ipc:///tmp/socket",
-    ],
-)
-@pytest.mark.parametrize("insecure", [False, True])
-def test_bad_binds(bind, insecure):
-    with pytest.raises(ConfigError, match=r"^bind: write it as HOST:PORT, with .* got "):
-        reducer_config.load(bind=bind, insecure=insecure)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("memory_limit", "0"),
-        ("memory_limit", "-1"),
-        ("memory_limit", "lots"),
-        ("max_jobs", "0"),
-        ("max_chunk_bytes", "5MiB"),
-        ("handshake_timeout", "soon"),
-        ("insecure", "maybe"),
-    ],
-)
-def test_a_mistake_at_the_reducer_is_named(monkeypatch, name, text):
-    with pytest.raises(ConfigError, match=f"^{name}: .*got '{text}'"):
-        reducer_config.load(**{name: text})
-    monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
-    with pytest.raises(ConfigError, match=f"^{name}: .*got '{text}'"):
-        reducer_config.load()
-
-
 def test_every_mistake_at_the_reducer_is_told():
     with pytest.raises(ConfigError, match=r"^bind: .*\nmemory_limit: "):
         reducer_config.load(bind="x", memory_limit=0)
@@ -278,43 +274,6 @@ def test_a_duration_given_as_an_argument(value, seconds):
 def test_no_duration(value):
     with pytest.raises(ConfigError, match=r"^timeout: .*got"):
         config.seconds("timeout", value)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("all", "write CPUs such as 0-3,8"),
-        ("1-0", "this process may run on CPUs"),
-        ("0,99999", "this process may run on CPUs"),
-        (f"0-{10**20}", "this process may run on CPUs"),
-        ("\N{ARABIC-INDIC DIGIT ONE}", "write CPUs such as 0-3,8"),
-        ("", "write CPUs such as 0-3,8"),
-    ],
-)
-def test_cpus_that_are_none(text, reason):
-    with pytest.raises(ConfigError, match=f"^cpus: {reason}"):
-        reducer_config.load(cpus=text)
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("9090", "127.0.0.1:9090"),
-        (":9090", "127.0.0.1:9090"),
-        ("0.0.0.0:9090", "0.0.0.0:9090"),
-        ("[::1]:9090", "[::1]:9090"),
-        ("off", None),
-        ("", None),
-    ],
-)
-def test_http_addresses(text, value):
-    assert reducer_config.load(http=text).http == value
-
-
-@pytest.mark.parametrize("text", ["on", "host", "host:", "1:2:3", "http://host:1", "host:99999"])
-def test_bad_http_addresses(text):
-    with pytest.raises(ConfigError, match=r"^http: write it as HOST:PORT, or PORT, or off, got "):
-        reducer_config.load(http=text)
 
 
 def test_threads_share_what_is_limited(monkeypatch):
