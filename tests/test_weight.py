@@ -1,0 +1,51 @@
+"""Each room keeps to its budget of lines, which tests/weight.toml has."""
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUDGETS = tomllib.loads((ROOT / "tests/weight.toml").read_text())
+COUNTED = {".py", ".pyx", ".pxd", ".pyi", ".c", ".h"}
+
+
+def is_generated(path):
+    """Say whether Cython has made a file: git does not have it."""
+    return path.suffix == ".c" and path.name.startswith("_")
+
+
+def room_of(path):
+    """Return the innermost room that a file is in."""
+    return next(str(folder) for folder in path.parents if str(folder) in BUDGETS)
+
+
+def lines_by_room():
+    lines = Counter()
+    for top in {room.partition("/")[0] for room in BUDGETS}:
+        for path in (ROOT / top).rglob("*.*"):
+            if path.suffix in COUNTED and not is_generated(path):
+                lines[room_of(path.relative_to(ROOT))] += path.read_bytes().count(b"\n")
+    return lines
+
+
+LINES = lines_by_room()
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_a_room_keeps_to_its_budget(room):
+    assert LINES[room] > 0, f"{room} is empty: take it out of tests/weight.toml"
+    assert LINES[room] <= BUDGETS[room], (
+        f"{room} has {LINES[room]} lines and a budget of {BUDGETS[room]}: take something out, or "
+        "raise the figure in tests/weight.toml and say why in the commit's message"
+    )
+
+
+def test_every_room_has_a_budget():
+    rooms = {
+        str(path.parent.relative_to(ROOT))
+        for package in ("reducer", "worker_client")
+        for path in (ROOT / package).glob("*/__init__.py")
+    }
+    assert rooms <= set(BUDGETS), "a new room needs a budget in tests/weight.toml"
