@@ -1,0 +1,68 @@
+"""What came of each mutant, in a file that people read too, and the table of it."""
+
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import tomllib
+
+HERE = Path(__file__).parent
+RESULTS, EQUIVALENT = HERE / "results.tsv", HERE / "equivalent.toml"
+COLUMNS = ("file", "function", "kind", "before", "after", "noticed by", "asked", "s", "commit")
+NOTHING, NOT_BUILT = "nothing", "cannot be built"
+# Which tests were asked: those that need no socket; all until one noticed; all of them.
+FIRST, UNTIL, ALL = "first", "until", "all"
+
+
+class Result(NamedTuple):
+    """What came of a mutant: who noticed, which tests were asked, how long, at which commit."""
+
+    noticed: str
+    asked: str
+    seconds: str
+    commit: str
+
+    def is_final(self, *, whole):
+        """Say whether nothing is left to ask."""
+        if self.noticed == NOT_BUILT or self.asked == ALL:
+            return True
+        return not whole and (self.noticed != NOTHING or self.asked == UNTIL)
+
+
+def load():
+    rows = [line.split("\t") for line in RESULTS.read_text().splitlines()[1:]]
+    return {tuple(row[:5]): Result(*row[5:]) for row in rows}
+
+
+def save(results):
+    rows = sorted("\t".join((*identity, *result)) for identity, result in results.items())
+    RESULTS.write_text("".join(f"{row}\n" for row in ("\t".join(COLUMNS), *rows)))
+
+
+def equivalent():
+    """Return why some mutants change nothing that can be noticed, by their identities."""
+    return {
+        (one["file"], one["function"], one["kind"], one["before"], one["after"]): one["why"]
+        for one in tomllib.loads(EQUIVALENT.read_text()).get("mutant", ())
+    }
+
+
+def table(mutants, results):
+    """Return the lines of the table: by room, what became of its mutants."""
+    reasons = equivalent()
+    by_room = {}
+    for mutant in mutants:
+        result = results.get(mutant.identity)
+        if result is None or not result.is_final(whole=False):
+            became = "not yet"
+        elif result.noticed != NOTHING:
+            became = "noticed"
+        else:
+            became = "equivalent" if mutant.identity in reasons else "unnoticed"
+        by_room.setdefault(mutant.room, Counter()).update((became, "mutants"))
+    words = ("mutants", "noticed", "unnoticed", "equivalent", "not yet")
+    rows = [("room", *words)]
+    rows += [(room, *(str(count[word]) for word in words)) for room, count in by_room.items()]
+    total = sum(by_room.values(), Counter())
+    rows.append(("all", *(str(total[word]) for word in words)))
+    return [f"{row[0]:30}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]
