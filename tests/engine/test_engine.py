@@ -20,7 +20,15 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, SPARE_CHUNKS
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK
-from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, encode, encode_error
+from reducer.wire.messages import (
+    ALL_REDUCERS,
+    Loss,
+    Stragglers,
+    Welcome,
+    decode,
+    encode,
+    encode_error,
+)
 from tests.engine.words import WINDOW, M, Reducer, kinds, lost_rank, number, told, with_ranks
 
 
@@ -43,6 +51,13 @@ def test_the_fold_is_in_rank_order(implementation):
         reducer = with_ranks(implementation, 4)
         sends = [reducer.contribute(rank, value=values[rank]) for rank in order][-1]
         assert (np.frombuffer(sends[0].payload, np.float32) == expected).all()
+
+
+def test_the_lane_at_the_address_alone_names_the_others(implementation):
+    reducer = Reducer(implementation, lanes=(7, 8))
+    for lane, named in ((0, (7, 8)), (1, ())):
+        (welcome,) = reducer.hello(0, peer=b"%d" % lane, job=f"{lane}", world_size=1, lane=lane)
+        assert tuple(decode(Welcome, welcome.payload).lanes) == named
 
 
 def test_repeated_and_late_contributions_are_counted_and_dropped(reducer):

@@ -25,9 +25,9 @@ def number(call, place=FIRST_PLACE):
 class Reducer:
     """An engine, and the words of its workers."""
 
-    def __init__(self, implementation, memory_limit=1 << 30, limits=NO_LIMITS):
+    def __init__(self, implementation, memory_limit=1 << 30, limits=NO_LIMITS, lanes=()):
         self.served = Served(
-            implementation, memory_limit=memory_limit, address="here:1", limits=limits
+            implementation, memory_limit=memory_limit, address="here:1", lanes=lanes, limits=limits
         )
         self.engine = self.served.engine
         self.now = 0.0
