@@ -56,7 +56,7 @@ def preload():
     gc.freeze()  # the end of every rank would look for garbage among all that, for a second
     with contextlib.suppress(AttributeError):  # it is of glibc
         libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)  # with the exit code; what is registered later comes first
+        libc.on_exit(libc["_exit"], None)  # with the exit code; the latest comes first
 
 
 def spare(modules):

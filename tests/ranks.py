@@ -143,7 +143,7 @@ class Ranks(list[Rank]):
                 until = min(until, time.monotonic() + OTHERS_S)
             time.sleep(POLL_S)
         if codes != right:
-            raise AssertionError(self._report())
+            raise AssertionError(self.report())
 
     def results(self, timeout_s=PATIENCE_S, killed=()):
         """Return the results of all ranks that were not killed; see `finish`."""
@@ -165,7 +165,7 @@ class Ranks(list[Rank]):
     def _codes(self):
         return [rank.poll() for rank in self]
 
-    def _report(self):
+    def report(self):
         """Say how all ranks have ended, or where they are."""
         codes = self._codes()
         for rank in self:

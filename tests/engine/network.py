@@ -27,6 +27,7 @@ class Worker:
     Attributes:
         ended: how they ended.
         amid: the calls before that had not ended when each was made.
+        joined: it has been welcome at every reducer that was in use then.
     """
 
     session: Session
@@ -34,6 +35,7 @@ class Worker:
     ended: dict[int, ReductionError | None] = field(default_factory=dict)
     amid: list[set[int]] = field(default_factory=list)
     present: bool = True
+    joined: bool = False
 
     def number(self, operation):
         """Which call this was; a question of the session's own counts in sequence numbers alone."""
@@ -202,6 +204,7 @@ class Network:
 
     def do(self, rank, actions):
         worker = self.workers[rank]
+        worker.joined = worker.joined or worker.session.joined
         for action in actions:
             if isinstance(action, Finish):
                 number = worker.number(action.operation)

@@ -9,10 +9,10 @@ from reducer.errors import (
     ReducerLostError,
     ReductionTimeout,
 )
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from reducer.wire.layout import SMALLEST_CHUNK
-from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, encode
+from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode_error, encode
 from tests.engine import driven
 from tests.engine.network import connected
 from tests.engine.words import number
@@ -29,24 +29,33 @@ def operation(nbytes=LARGE_BYTES, timeout_s=60.0):
 
 @pytest.fixture
 def fresh(implementation):
-    """Two ranks and two reducers, every rank with another idea of the rate."""
-    network = connected(2, 2, 0, 0, implementation)
-    for rank, worker in enumerate(network.workers):
-        worker.session._flow._rates = {0: [(1 + rank) * 150e6], 1: [(1 + rank) * 150e6]}
-    return network
+    """Two ranks and two reducers."""
+    return connected(2, 2, 0, 0, implementation)
 
 
 @pytest.fixture
 def network(fresh):
-    """The same after two calls: the ranks agree before the third."""
+    """The same after two calls: the ranks agree before the third.
+
+    The links of rank 0 carry 300 MB/s together, those of rank 1 600 MB/s.
+    """
     for _ in range(2):
         call(fresh)
-        fresh.deliver_all()
+        for rank in (1, 0):
+            fresh.now += LARGE_BYTES / 600e6
+            receive_all(fresh, rank)
     return fresh
 
 
-def chunk_bytes(network):
-    return [worker.session._agreement.chunk_bytes for worker in network.workers]
+def receive_all(network, rank):
+    """Deliver what both ranks contribute, and what reducers send one of them."""
+    queues = [*network.up.values(), network.down[rank, 0], network.down[rank, 1]]
+    while any(queues):
+        network.drain(*queues)
+
+
+def epochs(network):
+    return {worker.session.failover.map.epoch for worker in network.workers if worker.present}
 
 
 def chunk_sizes(network):
@@ -55,23 +64,34 @@ def chunk_sizes(network):
     return {header.nbytes for header in headers if header.type is MessageType.CONTRIBUTION}
 
 
+def largest_chunk(network):
+    """Make a large call; return the size of its largest chunks, which ranks must agree on."""
+    for rank in range(2):
+        network.submit(rank, operation(8 * LARGE_BYTES))
+    largest = 0
+    while queues := network.waiting():
+        largest = max(largest, *chunk_sizes(network), 0)
+        network.drain(*queues)
+    assert [list(worker.ended.values())[-1] for worker in network.workers] == [None, None]
+    return largest
+
+
 def call(network, ranks=(0, 1)):
     for rank in ranks:
         network.submit(rank, operation())
 
 
 def test_the_slowest_rank_decides(network):
-    assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     for _ in range(3):
         call(network)
     assert chunk_sizes(network) == {24}, "all wait for the answer"
     network.deliver_all()
-    assert chunk_bytes(network) == [128 * KIB] * 2  # 300 MB/s
     for worker in network.workers:
         assert worker.ended == dict.fromkeys(range(5))
         # The question has a number between those of two calls, and is nobody's call.
         assert [done.sequence for done in worker.started] == [number(call) for call in range(5)]
         assert all(bytes(done.view) == b"\2" * LARGE_BYTES for done in worker.started)
+    assert largest_chunk(network) == 128 * KIB  # 300 MB/s
 
 
 def test_who_is_lost_is_heard_from_the_second_ping_after_an_agreement_on(network):
@@ -91,25 +111,21 @@ def test_calls_go_on_if_the_ranks_cannot_agree(network):
         actions = worker.session.calls.fail(worker.session.calls.question, error)
         network.do(network.workers.index(worker), actions)
     network.deliver_all()
-    assert chunk_bytes(network) == [SMALLEST_CHUNK] * 2
     assert all(worker.ended[2] is None for worker in network.workers)
+    assert largest_chunk(network) == SMALLEST_CHUNK
 
 
-def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(fresh):
-    session = fresh.workers[0].session
-    session._agreement._measure(200_000_000)
-    assert session._agreement.chunk_bytes == 128 * KIB
-    session._map.agree([1, 1])
-    call(fresh)
-    fresh.deliver_all()
-    errors = [worker.ended[0] for worker in fresh.workers]
+def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network):
+    call(network)
+    session = network.workers[1].session
+    declined = MismatchError("?", field="question", rank=1, other_rank=0, expected="", got="")
+    network.do(1, session.calls.fail(session.calls.question, declined))
+    network.deliver_all()
+    errors = [worker.ended[2] for worker in network.workers]
     assert all(isinstance(error, MismatchError) for error in errors)
     assert {error.field for error in errors} == {"epoch"}
-    assert [worker.session._map.epoch for worker in fresh.workers] == [2, 2]
-    assert chunk_bytes(fresh) == [SMALLEST_CHUNK] * 2
-    call(fresh)
-    fresh.deliver_all()
-    assert all(worker.ended[1] is None for worker in fresh.workers)
+    assert len(epochs(network)) == 1
+    assert largest_chunk(network) == SMALLEST_CHUNK
 
 
 @pytest.mark.parametrize("hears_first", [False, True])
@@ -135,8 +151,7 @@ def test_a_rank_that_is_lost_amid_an_agreement_is_named(implementation, hears_fi
     for worker in network.workers[1:]:
         assert isinstance(worker.ended[2], RankLostError), worker.ended[2]
         assert worker.ended[2].rank == 0
-    epochs = {worker.session._map.epoch for worker in network.workers[1:]}
-    assert len(epochs) == 1
+    assert len(epochs(network)) == 1
 
 
 def test_who_asks_late_goes_on_as_those_do_that_gave_up(network):
@@ -146,11 +161,11 @@ def test_who_asks_late_goes_on_as_those_do_that_gave_up(network):
         network.tick(1.1)
     assert isinstance(network.workers[0].ended[2], ReductionTimeout)
     network.deliver_all()
-    (epoch,) = {worker.session._map.epoch for worker in network.workers}
+    (epoch,) = epochs(network)
     network.submit(1, operation(8))
     network.deliver_all()
     assert isinstance(network.workers[1].ended[2], ReductionTimeout)
-    assert {worker.session._map.epoch for worker in network.workers} == {epoch}
+    assert epochs(network) == {epoch}
     call(network)
     network.deliver_all()
     assert all(worker.ended[3] is None for worker in network.workers)
@@ -163,7 +178,7 @@ def test_all_begin_anew_once_if_all_reducers_are_lost_amid_an_agreement(network)
     for seconds in (0.1, ADOPT_S, 0.1):  # the call waits for its question, and then is made
         network.tick(seconds)
     assert isinstance(network.workers[0].ended[2], ReducerLostError)
-    assert network.workers[0].session._map.epoch == 6
+    assert network.workers[0].session.failover.map.epoch == 6
 
 
 def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoch(network):
@@ -173,7 +188,7 @@ def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoc
         told = Header(MessageType.SHARD_MAP).pack(), encode(Loss(ALL_REDUCERS, epoch, sequence))
         network.do(0, session.receive(0, *told, network.now))
     network.do(0, session.calls.fail(session.calls.question, LocalProtocolError("a failure")))
-    assert session._map.epoch == 6
+    assert session.failover.map.epoch == 6
 
 
 def test_who_leaves_hears_of_the_calls_that_wait(network):
@@ -201,23 +216,24 @@ def test_ranks_that_disagree_on_a_size_still_ask_at_the_same_call(fresh):
 
 def test_a_call_is_not_taken_for_a_question(network):
     call(network, (0,))
-    ours = driven.operation(24, 60.0, dtype=DType.INT64, op=ReduceOp.MIN, name=None)
-    ours.sequence = number(2, place=0)
-    network.workers[1].started.append(ours)
-    network.do(1, network.workers[1].session._start(ours, network.now))
+    ((index, queue),) = ((index, queue) for (_, index), queue in network.up.items() if queue)
+    question, payload = queue[0]
     network.deliver_all()
-    ended = network.workers[1].ended[2]
-    assert isinstance(ended, MismatchError)
+    without_a_name = Header.unpack(question)._replace(rank=1, tag=0).pack()
+    answers = network.receive(1, index, without_a_name, payload)
+    assert {send.peer for send in answers} == {network.peer(rank, index) for rank in range(2)}
+    assert {decode_error(send.payload).field for send in answers} == {"name"}
 
 
 def test_a_reducer_that_comes_back_is_wanted_by_ranks_that_had_nothing_to_recover(network):
+    call(network)
+    network.calm()
     network.tick(1.0)
-    sessions = [worker.session for worker in network.workers]
-    assert all(session._quiet for session in sessions)
     network.cut(0, 1, noticed=True)
     network.calm()
     network.tick(1.0)
-    assert [session._agreement.wanted for session in sessions] == [True, True]
+    call(network)
+    assert chunk_sizes(network) == {24}, "both ask whether it can be used"
 
 
 def test_a_question_keeps_no_call_waiting_beyond_its_time(network):

@@ -197,7 +197,7 @@ def test_with_no_reducer_left_everything_fails_and_begins_anew(session):
     assert isinstance(failure, ReducerLostError)
     assert "b:2 died as well, and no reducer is left: set REDUCTION_WAIT" in str(failure)
     assert str(failure).count("no reducer is left") == 1
-    assert session.session._map.epoch == 3
+    assert session.failover.map.epoch == 3
     assert errors(session.submit(operation(), 10.0)) == []
     (failure,) = errors(wait_for_any(session, 10.0))
     assert isinstance(failure, ReducerLostError), "at once"
@@ -265,7 +265,7 @@ def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three):
     told = [action for lost in range(3) for action in hear_of(three, 1, lost, 1, "1")]
     assert 1 not in resets(told)
     assert (1, Loss(0, 1, stage=1)) in losses(told)
-    assert three.session._map.adopted == 1
+    assert three.failover.map.adopted == 1
 
 
 def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three):
@@ -307,9 +307,9 @@ def test_another_rank_has_begun_anew(session):
     assert hear_of(session, 0, ALL_REDUCERS, 2) == []
     assert session.active == 1
     headers = sent(session.submit(operation(0), 0.0), M.CONTRIBUTION)
-    assert session.session._map.epoch == 2
+    assert session.failover.map.epoch == 2
     hear_of(session, 0, ALL_REDUCERS, 1)
-    assert session.session._map.epoch == 2, "stale"
+    assert session.failover.map.epoch == 2, "stale"
     assert all(header.epoch == 2 for _, header in headers)
 
 
@@ -318,7 +318,7 @@ def test_ranks_of_different_epochs_begin_anew(session):
     wrong = MismatchError("epochs", field="epoch", rank=0, other_rank=1, expected=4, got=0)
     (failure,) = errors(error(session, 0, wrong, number(0)))
     assert failure.field == "epoch"
-    assert session.session._map.epoch == 5
+    assert session.failover.map.epoch == 5
 
 
 def test_a_hosted_reducer_is_lost_with_its_rank_alone(hosted):

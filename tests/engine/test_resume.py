@@ -11,7 +11,7 @@ from reducer.wire.constants import COMPILED_FEATURES, FAR_S, Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
 from tests.engine.driven import Driven
-from tests.engine.test_streams import join, refusal, stream
+from tests.engine.test_streams import join, refusal, say
 from tests.engine.words import TWO_KEYS, M, Reducer
 from worker_client.protocol.flight import AddStreams, Keep
 
@@ -26,11 +26,16 @@ def resume(reducer, peer, ticket, number=0, *, key="", auth="", attempt=0):
 
 @pytest.fixture
 def two():
+    return two_ranks()
+
+
+def two_ranks(secret=b""):
     """A reducer of two ranks, and the ticket of rank 0, which has a stream."""
-    reducer = Reducer("plain")
+    reducer = Reducer("plain", secret=secret)
     ticket = join(reducer, 0, features=COMPILED_FEATURES)
     join(reducer, 1, features=Feature.CREDIT)
-    stream(reducer, b"0b", ticket)
+    proof = authentication.prove_stream(secret, ticket, 1) if secret else ""
+    say(reducer, b"0b", Stream(ticket, 1, proof))
     return reducer, ticket
 
 
@@ -79,9 +84,8 @@ def proof(ticket, number=0, attempt=1, offset=77):
     return hmac.new(SECRET, said, "sha256").hexdigest()
 
 
-def test_who_goes_on_proves_that_it_knows_the_secret(two):
-    reducer, ticket = two
-    reducer.engine._secret = SECRET
+def test_who_goes_on_proves_that_it_knows_the_secret():
+    reducer, ticket = two_ranks(SECRET)
     of_a_stream = authentication.prove_stream(SECRET, ticket, 0)
     changed = [{"number": 1}, {"attempt": 2}, {"offset": 78}]
     wrong = ["", of_a_stream, *(proof(ticket, **change) for change in changed)]
@@ -92,9 +96,8 @@ def test_who_goes_on_proves_that_it_knows_the_secret(two):
     assert resume(reducer, b"y", ticket, auth=proof(ticket), attempt=1) == []
 
 
-def test_a_proof_that_was_overheard_is_good_for_nothing(two):
-    reducer, ticket = two
-    reducer.engine._secret = SECRET
+def test_a_proof_that_was_overheard_is_good_for_nothing():
+    reducer, ticket = two_ranks(SECRET)
 
     def said(peer, number, attempt):
         auth = proof(ticket, number, attempt)

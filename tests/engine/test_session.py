@@ -15,7 +15,7 @@ from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, DType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import Loss, Stragglers, Welcome, decode, encode
-from tests.engine.driven import Driven, M, error, errors, join, operation, result, sent
+from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
 from tests.engine.words import number
 from worker_client.protocol.flight import Connect, Reset, Send
 from worker_client.protocol.joining import RETRY_S
@@ -42,15 +42,23 @@ def test_results_replace_the_buffer_and_refill_the_window(session):
     assert session.watermark == number(0) + 1
 
 
-@pytest.mark.parametrize(("nbytes", "measured"), [(MEASURED_BYTES - 64, 0), (MEASURED_BYTES, 1)])
-def test_only_a_large_all_reduce_is_measured(session, nbytes, measured, monkeypatch):
-    begun = []
-    ended = []
-    monkeypatch.setattr(session._flow, "begin", begun.append)
-    monkeypatch.setattr(session._flow, "end", ended.append)
-    session.submit(operation(nbytes), 3.0)
-    error(session, 0, RankLostError("gone", rank=0), number(0))
-    assert (begun, ended) == ([3.0] * measured, [None] * measured)
+def test_only_a_large_all_reduce_is_measured_until_it_ends(implementation):
+    session = joined(implementation, 0, 2, ("a:1",), 0, MEASURED_BYTES // 8)
+    small = MEASURED_BYTES - 64
+    windows = [session.flight.stats(0).window]
+    for call, (nbytes, answered) in enumerate(
+        [(small, 1), (MEASURED_BYTES, 0), (small, 1), (MEASURED_BYTES, 1)]
+    ):
+        now = 10.0 * call
+        contributions = sent(session.submit(operation(nbytes), now), M.CONTRIBUTION)
+        for link, header in contributions[:answered]:
+            frame = header._replace(type=M.RESULT, watermark=0).pack()
+            session.session.receive(link, frame, bytes(header.nbytes), now + 1.0)
+        session.tick(now + 1.0)
+        windows.append(session.flight.stats(0).window)
+        error(session, 0, RankLostError("gone", rank=0), number(call))
+    assert len(set(windows[:-1])) == 1
+    assert windows[-1] > windows[0]
 
 
 def test_a_failure_is_passed_to_the_other_reducers(session):

@@ -105,8 +105,7 @@ class Training(RuleBasedStateMachine):
         return [rank for rank, worker in enumerate(self.network.workers) if worker.present]
 
     def has_joined(self, rank):
-        """Whether it has been welcome at every reducer once."""
-        return self.network.workers[rank].session._joining.complete
+        return self.network.workers[rank].joined
 
     def let_news_pass(self):
         """Deliver what was said of a loss before time passes, if that is promised."""

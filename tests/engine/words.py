@@ -1,19 +1,24 @@
 """An engine, and what its workers say to it."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from reducer.engine.allow_list import AllowList
 from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import NO_LIMITS
 from reducer.errors import RankLostError
+from reducer.wire import authentication
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Hello, decode_error, encode
+from reducer.wire.messages import Challenge, Hello, decode, decode_error, encode
+from reducer.wire.states import Role
 from tests.engine.twins import Served
 from worker_client.protocol.lifecycle import FIRST_PLACE
 
 M = MessageType
 WINDOW = 1 << 16
+ADDRESS = "here:1"
 TWO_KEYS = AllowList({name: frozenset({"*"}) for name in ("key-1", "key-2")})
 
 
@@ -25,9 +30,17 @@ def number(call, place=FIRST_PLACE):
 class Reducer:
     """An engine, and the words of its workers."""
 
-    def __init__(self, implementation, memory_limit=1 << 30, limits=NO_LIMITS, lanes=()):
+    def __init__(
+        self, implementation, memory_limit=1 << 30, limits=NO_LIMITS, lanes=(), secret=b""
+    ):
+        self.secret = secret
         self.served = Served(
-            implementation, memory_limit=memory_limit, address="here:1", lanes=lanes, limits=limits
+            implementation,
+            memory_limit=memory_limit,
+            address=ADDRESS,
+            lanes=lanes,
+            limits=limits,
+            secret=secret,
         )
         self.engine = self.served.engine
         self.now = 0.0
@@ -40,8 +53,14 @@ class Reducer:
         settings |= {"job": "job", **change}
         claims = settings.pop("claims", settings["job"])
         header = Header(M.HELLO, job=fingerprint(claims), rank=rank, **fields)
-        body = encode(Hello(**settings))
-        return self.served.receive(peer or b"%d" % rank, header.pack(), body, key)
+        peer, hello = peer or b"%d" % rank, Hello(**settings)
+        if self.secret:
+            hello = replace(hello, auth=authentication.nonce())
+            (asked,) = self.served.receive(peer, header.pack(), encode(hello), key)
+            nonce = decode(Challenge, asked.payload).nonce
+            proof = authentication.prove(self.secret, Role.WORKER, header, hello, nonce, ADDRESS)
+            hello = replace(hello, auth=hello.auth + proof)
+        return self.served.receive(peer, header.pack(), encode(hello), key)
 
     def contribute(self, rank, sequence=0, value=1.0, **change):
         payload = change.pop("payload", np.full(16, value, np.float32).tobytes())

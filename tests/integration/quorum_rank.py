@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 import worker_client
 from reducer.errors import ReductionError
+from tests import inside
 from tests.ranks import write_result
 from worker_client.outer import OuterOptimizer
 
@@ -66,9 +67,9 @@ def main():
     errors = []
 
     def note():
-        for fragment in outer._fragments:
-            key = f"{fragment._number}.{fragment._made}"
-            common = torch.cat([fragment.outer, fragment._velocity])
+        for number, made, parameters, velocity in inside.fragments(outer):
+            key = f"{number}.{made}"
+            common = torch.cat([parameters, velocity])
             digests.setdefault(key, hashlib.sha256(common.numpy().tobytes()).hexdigest())
 
     note()
@@ -100,7 +101,7 @@ def main():
             "last_s": time.monotonic() - began,
             "errors": errors,
             "left_out": outer.left_out,
-            "made": [fragment._made for fragment in outer._fragments],
+            "made": [made for _, made, *_ in inside.fragments(outer)],
             "weights": hashlib.sha256(weights).hexdigest(),
         }
     )

@@ -15,16 +15,23 @@ from torch.nn.parallel import DistributedDataParallel
 import worker_client
 from reducer.errors import DeviceError, ReductionError
 from tests.ranks import write_result
-from tests.worker_client.slow_device import SlowDevice, stage_all
-from worker_client.staging import device, split_call
+from tests.worker_client.slow_device import SlowDevice, stage_all, staging_threads
+from worker_client.staging import split_call
 
 STEPS = 20
+BROKEN = range(0)  # numbers of copies that the device fails at
 
 
 def slow(of):
     assert of.type == "cpu"
     dice = random.Random(dist.get_rank())
-    return SlowDevice(lambda _way, _number: time.sleep(dice.choice([0, 0, 0.002])))
+
+    def before(_way, number):
+        time.sleep(dice.choice([0, 0, 0.002]))
+        if number in BROKEN:
+            raise DeviceError("an illegal memory access", device="slow:0")
+
+    return SlowDevice(before)
 
 
 def build(on, reduction):
@@ -76,13 +83,8 @@ def late(on):
 def broken():
     """A device that fails ends the backward pass, whatever DDP makes of the error."""
 
-    def before(_way, number):
-        if number == 1:
-            raise DeviceError("an illegal memory access", device="slow:0")
-
-    device.open_device = lambda _: SlowDevice(before)
-    client = worker_client.init()
-    client._staging._devices.clear()
+    global BROKEN  # noqa: PLW0603 (the client has opened its device)
+    BROKEN = range(1 << 40)
     ddp = build("cpu", reduction=True)
     try:
         ddp(torch.ones(2, 20)).sum().backward()
@@ -100,8 +102,7 @@ def main(kind):
         stage_all(slow)
     on = "cuda:0" if kind == "cuda" else "cpu"
     results = {"stock": stock, "ours": train(on, reduction=True), "late": late(on)}
-    threads = worker_client.init()._staging._threads
-    results["threads"] = [thread.name for thread in threads if thread.is_alive()]
+    results["threads"] = sorted(staging_threads(), reverse=True)
     if kind == "slow":
         results["broken"] = broken()
     write_result(results)

@@ -22,6 +22,7 @@ from reducer.errors import (
     StaleGenerationError,
 )
 from reducer.wire.constants import ReduceOp
+from tests import inside
 from tests.commands import free_ports
 from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
@@ -67,8 +68,9 @@ def test_disagreement_is_named_at_every_rank(job, field, calls, values):
 
 def in_order(client, name):
     view, dtype, _ = host_buffer(ones())
-    operation = Operation(view, dtype, ReduceOp.SUM, name, 10.0, lead=client._ordered.wait)
-    client._ordered.submit(operation)
+    channel = inside.communicator(client)
+    operation = Operation(view, dtype, ReduceOp.SUM, name, 10.0, lead=channel.wait)
+    channel.submit(operation)
     return operation
 
 

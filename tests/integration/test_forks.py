@@ -17,8 +17,10 @@ from reducer.errors import LocalProtocolError, RankLostError
 from tests.conftest import joined, local_pool, reducer_here
 from tests.ranks import environments, ranks
 from tests.waits import eventually
+from worker_client.client import client as client_module
 from worker_client.communicators.node_sockets import connect_node
 from worker_client.runtime import service_thread
+from worker_client.staging.host_buffer import host_buffer
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
@@ -34,18 +36,19 @@ def connections(ports):
     )
 
 
-def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call():
+def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call(monkeypatch):
     with local_pool(1) as servers, joined(1, servers=servers) as (client,):
         held, over = threading.Event(), threading.Event()
 
-        def call():
-            with client._order:
-                held.set()
-                over.wait(20)
+        def take_long(data):
+            held.set()
+            over.wait(20)
+            return host_buffer(data)
 
-        thread = threading.Thread(target=call)
+        monkeypatch.setattr(client_module, "host_buffer", take_long)
+        thread = threading.Thread(target=client.all_reduce, args=(np.ones(4), "sum"))
         thread.start()
-        held.wait(20)
+        assert held.wait(20)
         child = os.fork()
         if not child:
             signal.alarm(5)  # ends it if it hangs

@@ -20,6 +20,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
+from tests import inside
 from tests.integration.calls import errors_of, reduced
 from tests.waits import within_s
 from worker_client.client.compose import Composer
@@ -136,7 +137,7 @@ def expected(rows, op, local):
 
 def check(clients, dtype, op, count):
     rows = contributions(dtype, count, len(clients))
-    want = expected(rows, op, len(clients[0]._ordered.place.peers))
+    want = expected(rows, op, len(inside.communicator(clients[0]).place.peers))
     for result in reduced(clients, rows, op):
         assert result.tobytes() == want.tobytes()
 
@@ -186,7 +187,7 @@ def test_ranks_are_those_of_the_whole_job(six):
     assert [client.rank for client in six] == list(range(6))
     assert {client.world_size for client in six} == {6}
     assert six[4].present == tuple(range(6))
-    assert six[4]._ordered.place.across == (1, 4)
+    assert inside.communicator(six[4]).place.across == (1, 4)
 
 
 def test_a_node_sends_each_buffer_once(six, monkeypatch):
@@ -197,7 +198,7 @@ def test_a_node_sends_each_buffer_once(six, monkeypatch):
         submit(operation)
 
     for rank, client in enumerate(six):
-        driver = client._ordered.flat
+        driver = inside.communicator(client).flat
         monkeypatch.setattr(driver, "submit", partial(count, rank, driver.submit))
     before = [client.bytes_reduced for client in six]
     check(six, "float32", "mean", 30_000)
@@ -340,6 +341,10 @@ def test_a_rank_that_comes_too_late_is_named_to_its_node(servers):
         assert all(isinstance(error, ReductionTimeout | RankLostError) for error in far)
 
 
+def named(client, name, timeout_s):
+    return client.all_reduce(np.ones(4), "sum", name=name, timeout=timeout_s)
+
+
 def test_a_named_call_has_its_deadline_while_its_node_meets(servers):
     with ExitStack() as stack:
         join = joining(2, 2, servers)
@@ -347,16 +352,15 @@ def test_a_named_call_has_its_deadline_while_its_node_meets(servers):
             clients = list(pool.map(join, range(4)))
         for client in clients:
             stack.enter_context(client)
-        ranks = [client._fusion for client in clients]
         begin = time.monotonic()
-        early = [one.submit(np.ones(4), "sum", "x", 2.0) for one in ranks if one is not ranks[1]]
+        early = [named(client, "x", 2.0) for client in clients if client.rank != 1]
         for work in early:
             with pytest.raises(ReductionTimeout, match="not submitted by"):
                 work.wait(20)
         assert 2.0 <= time.monotonic() - begin < 10.0
         with pytest.raises(ReductionTimeout, match="waits no longer"):
-            ranks[1].submit(np.ones(4), "sum", "x", 20.0).wait(20)
-        for work in [one.submit(np.ones(4), "sum", "y", 20.0) for one in ranks]:
+            named(clients[1], "x", 20.0).wait(20)
+        for work in [named(client, "y", 20.0) for client in clients]:
             assert (work.wait(20) == 4).all()
 
 

@@ -25,6 +25,7 @@ from tests.integration.test_outer import (
     each,
     layers,
     outer_state,
+    outer_steps,
     own_step,
     weights,
 )
@@ -32,7 +33,6 @@ from tests.ranks import ROOT, environments, ranks
 from tests.waits import eventually, within_s
 from worker_client.commands.demo.ranks import free_port
 from worker_client.outer import OuterOptimizer
-from worker_client.outer.averaging import Averaging
 from worker_client.outer.quorum import Participant
 
 SLOW_LINKS = ROOT / "docs" / "slow-links.md"
@@ -304,7 +304,7 @@ def test_ranks_and_numpy_have_the_same_bits(pool, monkeypatch, delay):
                     expected.learn(rank, step)
             found = [outer_state(rank) for rank in ranks]
             assert found == [expected.outer_state(rank) for rank in range(3)], number
-            made = [rank.outer._fragments[0]._made for rank in ranks]
+            made = [outer_steps(rank) for rank in ranks]
             assert made == expected.made
         impatient.now = False
         assert [rank.outer.left_out for rank in ranks] == [0, 1, 3]
@@ -339,7 +339,7 @@ def test_a_checkpoint_of_ranks_of_which_one_is_behind(pool, monkeypatch):
         ranks[2].train(14)
         impatient.now = False
         saved = [rank.saved() for rank in ranks]
-        made = [rank.outer._fragments[0]._made for rank in ranks]
+        made = [outer_steps(rank) for rank in ranks]
         assert made == [2, 2, 1]
 
         def go_on(client):
@@ -383,15 +383,33 @@ def test_too_few_ranks(pool):
         assert others == [first] * 2
 
 
+class Store(HashStore):
+    """A store that may be gone after a while.
+
+    Attributes:
+        registers: keys of what the ranks decide in.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.registers = set()
+        self.gone = False
+
+    def compare_set(self, key, *values):
+        self.registers.add(key)
+        if self.gone:
+            raise RuntimeError("connection reset by peer")
+        return super().compare_set(key, *values)
+
+
 def test_ranks_that_differ(pool):
-    store = HashStore()
+    store = Store()
     settings = {"every": 2, "min_ranks": 2, "grace": 60, "store": store}
     with joined(2, servers=pool, job="quorum", timeout=20) as clients, ThreadPoolExecutor(1) as one:
         ranks = each(clients, lambda client: Rank(client, settings).train(2))
         ranks[1].outer.lr = 0.5
         first = one.submit(ranks[0].train, 4)
-        register = f"{ranks[0].outer._fragments[0].quorum.name}/1"
-        eventually(lambda: b'"arrived": {"0"' in store.get(register))
+        eventually(lambda: b'"arrived": {"0"' in store.get(*store.registers))
         said = r"learning rate and momentum: rank 0 says \(0.7, 0.9\), rank 1 says \(0.5, 0.9\)"
         with pytest.raises(MismatchError, match=said):
             ranks[1].train(4)
@@ -447,13 +465,15 @@ def test_a_reducer_dies_and_the_bits_are_the_same():
     assert train(kill=True) == train(kill=False)
 
 
-def begin_late(self, attempt):
-    """Rank 1 contributes when the others have given it up."""
-    time.sleep(3.0 if self._quorum.client.rank == 1 else 0.0)
-    BEGIN(self, attempt)
+def be_late(patch, client):
+    """Have a rank contribute when the others have given it up."""
+    subgroup = client.subgroup
 
+    def late(*given):
+        time.sleep(3.0)
+        return subgroup(*given)
 
-BEGIN = Averaging._begin
+    patch.setattr(client, "subgroup", late)
 
 
 def test_a_void_attempt_leaves_no_trace(pool, monkeypatch):
@@ -463,7 +483,7 @@ def test_a_void_attempt_leaves_no_trace(pool, monkeypatch):
             ranks = each(clients, lambda client: Rank(client, settings, WIDE).train(9))
             with monkeypatch.context() as patch:
                 if void:
-                    patch.setattr(Averaging, "_begin", begin_late)
+                    be_late(patch, clients[1])
                     each(clients, lambda client: ranks[client.rank].train(14))
                 else:
                     each(clients[::2], lambda client: ranks[client.rank].train(14))
@@ -478,7 +498,7 @@ def test_the_last_averaging_of_the_others_ends_without_a_rank(pool, monkeypatch)
     settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}
     with joined(3, servers=pool, job="quorum", timeout=20) as clients:
         ranks = each(clients, lambda client: Rank(client, settings).train(8))
-        monkeypatch.setattr(Averaging, "_begin", begin_late)
+        be_late(monkeypatch, clients[1])
 
         def finish(client):
             try:
@@ -494,19 +514,8 @@ def test_the_last_averaging_of_the_others_ends_without_a_rank(pool, monkeypatch)
         assert outer_state(ranks[1]) != outer_state(ranks[0]), "it has no part in that"
 
 
-class Fails(HashStore):
-    """A store that is gone after a while."""
-
-    gone = False
-
-    def compare_set(self, *arguments):
-        if self.gone:
-            raise RuntimeError("connection reset by peer")
-        return super().compare_set(*arguments)
-
-
 def test_a_store_that_is_gone(pool):
-    store = Fails()
+    store = Store()
     settings = {"every": 2, "min_ranks": 1, "grace": 60, "store": store}
     with joined(1, servers=pool, job="quorum") as (client,):
         rank = Rank(client, settings).train(3)
@@ -517,6 +526,6 @@ def test_a_store_that_is_gone(pool):
         assert outer_state(rank) == before
         store.gone, rank.step = False, 4
         rank.train(6)
-        store.delete_key(f"{rank.outer._fragments[0].quorum.name}/1")  # as if it were another one
+        store.delete_key(*store.registers)  # as if it were another one
         with pytest.raises(MismatchError, match="rank 0 says 0, rank 0 says 2"):
             rank.train(8)

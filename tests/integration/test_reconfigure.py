@@ -23,7 +23,7 @@ def test_members_come_and_go():
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         with ranks(given, *COMMAND, talk=True) as old:
             for rank in old:
-                assert rank.stdout.readline() == "ready\n", old._report()
+                assert rank.stdout.readline() == "ready\n", old.report()
             old[2].kill()
             for rank in old[:2]:
                 rank.stdin.write("go on\n")

@@ -14,6 +14,7 @@ from harness import block8_oracle
 from reducer import kernels
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
+from tests import inside
 from tests.conftest import joined, local_pool
 from tests.integration.calls import errors_of, process_of, reduced
 from worker_client._packing import all_reduce_arrays
@@ -288,7 +289,7 @@ def test_a_reducer_may_die_between_the_pieces(impl, wire):
 
 def open_at(client):
     """What is in progress at the reducers."""
-    return list(client._ordered.flat.open)
+    return list(inside.communicator(client).flat.open)
 
 
 # -- errors -------------------------------------------------------------------------------------
@@ -416,7 +417,7 @@ def test_shutdown_ends_all_pieces(job):
 
 def test_a_shutdown_between_two_pieces_ends_the_call(job):
     (client,) = job(1, wire_dtype="bf16")
-    driver, count = client._ordered.flat, []
+    driver, count = inside.communicator(client).flat, []
     submit = driver.submit
 
     def stop_after_three(operation):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 
+import psutil
 import pytest
 
 from lab import Lab
@@ -26,3 +27,8 @@ def lab(namespaces):
     """Three hosts at 100 Mbit/s, shared by a module's tests; they leave its links as they were."""
     with Lab(hosts=3, mbit=100) as shared:
         yield shared
+
+
+def own_keeper():
+    """The process that keeps the lab that this one has made last."""
+    return [child for child in psutil.Process().children() if "keep" in child.cmdline()][-1]

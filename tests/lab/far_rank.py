@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 import worker_client
+from tests import inside
 from worker_client.protocol.flow_control import MOST_BYTES
 
 BUFFERS, ELEMENTS = 6, 2 << 20
@@ -15,7 +16,7 @@ BUFFERS, ELEMENTS = 6, 2 << 20
 def main(patience_s):
     """All-reduce until a window beyond what is set aside is in use, or for so many seconds."""
     client = worker_client.init()
-    flight = client._ordered.flat.session.flight
+    flight = inside.communicator(client).flat.session.flight
     buffers = [np.empty(ELEMENTS, np.float32) for _ in range(BUFFERS)]
     until = time.monotonic() + patience_s
     usual = latest = flight.stats(0).window

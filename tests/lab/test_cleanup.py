@@ -16,6 +16,7 @@ import pytest
 
 from lab import Lab, LabUnavailable, claims, keeper
 from tests.commands import run_command
+from tests.lab.conftest import own_keeper
 from tests.waits import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -189,8 +190,7 @@ def test_a_lab_whose_keeper_was_killed_is_removed_at_its_end(kind):
     with make(kind) as lab:
         name = lab.hosts[0].name
         _, family = start_family(lab.hosts[1])
-        assert lab._keeper
-        lab._keeper.kill()
+        own_keeper().kill()
     assert alive(family) == []
     assert traces(name) == []
 

@@ -10,6 +10,7 @@ import pytest
 
 from lab import Lab, claims
 from tests.commands import run_command
+from tests.lab.conftest import own_keeper
 from tests.waits import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -66,8 +67,7 @@ def test_what_cannot_be_run_is_told_in_one_line(arguments, said):
 def test_a_dead_lab_is_shown_and_cleaned(namespaces):
     with Lab(1) as lab:
         name = lab.hosts[0].name.partition("-")[0]
-        assert lab._keeper
-        lab._keeper.kill()
+        own_keeper().kill()
         eventually(lambda: not claims.look(int(name.removeprefix("rlab")))[0])
         assert f"{name}  dead: remove it with `python -m lab clean`" in command("show").stdout
         assert f"{name} removed" in command("clean").stdout.splitlines()

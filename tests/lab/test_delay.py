@@ -1,17 +1,15 @@
 """Hosts that are far apart: round trips, rates and losses are those that were asked for."""
 
-import os
 import shutil
-import signal
 import sys
 from pathlib import Path
 from subprocess import PIPE
 
-import psutil
 import pytest
 
 from lab import Lab, LabUnavailable
 from tests.commands import run_command
+from tests.lab.conftest import own_keeper
 from tests.waits import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -134,12 +132,11 @@ def test_the_hosts_use_the_congestion_control_that_was_asked_for():
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_cables_go_with_their_lab(killed):
-    with Lab(2, round_trip_ms=20) as lab:
-        assert lab._keeper
-        (cables,) = psutil.Process(lab._keeper.pid).children()
+    with Lab(2, round_trip_ms=20):
+        (cables,) = own_keeper().children()
         assert cables.name() == "delay"
         if killed:
-            os.kill(lab._keeper.pid, signal.SIGKILL)
+            own_keeper().kill()
             eventually(lambda: not cables.is_running())
     assert not cables.is_running()
 

@@ -359,16 +359,9 @@ def test_a_client_that_does_not_wait_for_the_answer_costs_no_sigpipe(port, broke
     assert broken_pipes == []
 
 
-def test_a_lane_is_asked_by_all_askers_together(server):
-    asked = []
-    inbox = server._lanes[0].inbox
-    ask_inbox = inbox.ask
-
-    def counted():
-        asked.append(1)
-        return ask_inbox()
-
-    inbox.ask = counted
+def test_a_lane_is_asked_by_all_askers_together(server, monkeypatch):
+    asked, ask_inbox = [], StatusInbox.ask
+    monkeypatch.setattr(StatusInbox, "ask", lambda inbox: asked.append(1) or ask_inbox(inbox))
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: server.observer.status(), range(200)))
     assert {each.incarnation for each in found} == {found[0].incarnation}
@@ -376,21 +369,19 @@ def test_a_lane_is_asked_by_all_askers_together(server):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ended_is_seen():
+def test_a_thread_that_ended_is_seen(monkeypatch):
     server = Server(load(bind="tcp://127.0.0.1:0"))
-    inbox = server._lanes[0].inbox
     assert "starting" in server.observer.unready()
     assert server.observer.unhealthy() == ""
     assert server.observer.status().state == "starting"
     server.start()
     eventually(lambda: not server.observer.unready())
 
-    def fail():
+    def fail(_):
         raise MemoryError
 
-    inbox.answer = fail
-    server._lanes[0].join(10)
-    assert "has ended" in server.observer.unhealthy()
+    monkeypatch.setattr(StatusInbox, "answer", fail)
+    eventually(lambda: "has ended" in server.observer.unhealthy())
     assert "has ended" in server.observer.unready()
     time.sleep(0.25)  # until the earlier answer is too old
     assert server.observer.status().state == "failing"

@@ -45,9 +45,8 @@ class Pool:
     @property
     def members(self):
         """Number of members by job."""
-        return {
-            job.name: len(job.members) for lane in self._server._lanes for job in lane.engine.jobs
-        }
+        jobs = self._server.observer.status().jobs
+        return {job.name: job.present for job in jobs}
 
     def join(self, key, world_size=2, **arguments):
         """All ranks of a job as clients that have the keys of `key`."""

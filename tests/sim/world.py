@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, pairwise
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 
@@ -29,7 +30,8 @@ from reducer.wire.states import LinkState
 from tests.engine.twins import Served, session
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
-from worker_client.protocol.agreement import FIRST_CALL
+from worker_client.protocol import agreement
+from worker_client.protocol.agreement import EVERY, FIRST_CALL
 from worker_client.protocol.flight import Connect, Finish, HandOver, Reset
 from worker_client.protocol.handover import gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, refused
@@ -497,9 +499,9 @@ class World:
             hosts=self.hosts,
             weights=mixed_weights(self.world_size, self.pool) if self.hosts else (),
         )
-        self.workers = [Worker(self, replace(spec, rank=r)) for r in range(self.world_size)]
-        for worker in self.workers if self.agree_often else ():
-            worker.session._agreement.every = FIRST_CALL
+        every = FIRST_CALL if self.agree_often else EVERY
+        with patch.object(agreement, "EVERY", every):
+            self.workers = [Worker(self, replace(spec, rank=r)) for r in range(self.world_size)]
         self._apart = {}  # ranks with two maps: since when
 
     def _choose_hosts(self, rng):

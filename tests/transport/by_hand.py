@@ -25,7 +25,7 @@ class Reducer:
             self.peer.close()
         self.listener.close()
 
-    def _read(self, nbytes):
+    def read(self, nbytes):
         data = b""
         while len(data) < nbytes:
             part = self.peer.recv(nbytes - len(data))
@@ -34,10 +34,10 @@ class Reducer:
         return data
 
     def _frame(self):
-        flags, size = self._read(2)
+        flags, size = self.read(2)
         if flags & LONG:
-            (size,) = struct.unpack(">Q", bytes([size]) + self._read(7))
-        return flags, self._read(size)
+            (size,) = struct.unpack(">Q", bytes([size]) + self.read(7))
+        return flags, self.read(size)
 
     def hear(self, kind):
         """Return the next message of a kind; others, and ZMTP's heartbeats, are not answered."""
@@ -57,7 +57,7 @@ class Reducer:
         self.peer.sendall(GREETING + READY)
 
     def hear_greeting(self):
-        self._read(len(GREETING))
+        self.read(len(GREETING))
 
     def welcome(self):
         self.accept()

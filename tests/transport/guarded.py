@@ -52,14 +52,14 @@ class Post:
             features=chosen.features,
         )
         self.guard = Guard(self.engine, self.transport, patience)
-        self._loop = chosen.loop(self.engine, self.transport)
-        self._stack = stack
+        self.loop = chosen.loop(self.engine, self.transport)
+        self.stack = stack
         self.address = f"{HOST}:{self.transport.port}"
 
     def step(self):
         """Serve for a moment, and let the guard look."""
-        self._loop.step(0.005)
-        self._loop.send(self.guard.look(self.now))
+        self.loop.step(0.005)
+        self.loop.send(self.guard.look(self.now))
 
     def until(self, holds):
         """Go on until something is so."""
@@ -78,7 +78,7 @@ class Post:
     def stranger(self, *, greets=True):
         """Connect, shake hands, and be known to the guard."""
         here = self.guard.connections
-        peer = self._stack.enter_context(dial(self.address))
+        peer = self.stack.enter_context(dial(self.address))
 
         def greet():
             peer.sendall(HANDSHAKE)
@@ -96,7 +96,7 @@ class Post:
         here = settings.pop("came", self.members.get(job, 0) + 1) - 1
         settings.setdefault("patience_ms", LONGEST_PATIENCE_MS)  # it says nothing by itself
         worker = self.meanwhile(lambda: Worker(self.address, job, **settings))
-        self._stack.enter_context(closing(worker))
+        self.stack.enter_context(closing(worker))
         self.until(lambda: self.members.get(job, 0) > here)
         worker.ticket = decode(Welcome, answer(worker, M.WELCOME)).ticket
         return worker
@@ -104,7 +104,7 @@ class Post:
     def stream(self, worker, number=1):
         """Give a member another stream."""
         line = self.meanwhile(lambda: Bare(self.address))
-        self._stack.enter_context(closing(line))
+        self.stack.enter_context(closing(line))
         line.say(Header(M.STREAM).pack(), encode(Stream(worker.ticket, number)))
         header, _ = self.meanwhile(line.hear)
         assert Header.unpack(header).type is M.STREAM

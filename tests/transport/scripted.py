@@ -24,6 +24,18 @@ class Heard(NamedTuple):
     payload: np.ndarray | None
 
 
+def sockets_made(patch):
+    """Return a list that grows with libzmq's sockets."""
+    made, make = [], zmq.Context.socket
+
+    def note(context, *given, **how):
+        made.append(make(context, *given, **how))
+        return made[-1]
+
+    patch.setattr(zmq.Context, "socket", note)
+    return made
+
+
 class Reducer:
     """A ROUTER socket that knows one worker and says what it is told to."""
 

@@ -12,6 +12,7 @@ import zmq
 from reducer import tcp_connections
 from reducer.runtime.plain_transport import PlainTransport, make_context
 from reducer.wire.constants import HEADER_BYTES
+from tests.transport.scripted import sockets_made
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -105,12 +106,13 @@ def test_what_is_no_connection_is_none(tmp_path):
     assert psutil.Process().num_fds() < before + 50, "each of them kept one"
 
 
-def test_libzmq_is_told_the_limits():
+def test_libzmq_is_told_the_limits(monkeypatch):
+    made = sockets_made(monkeypatch)
     context = make_context(1)
     transport = PlainTransport(
         "tcp://127.0.0.1:0", context, max_chunk_bytes=1 << 20, handshake_s=0.25
     )
-    socket_ = transport._router
+    (socket_,) = (one for one in made if one.type == zmq.ROUTER)
     assert socket_.getsockopt(zmq.MAXMSGSIZE) == (1 << 20) + HEADER_BYTES
     assert socket_.getsockopt(zmq.HANDSHAKE_IVL) == 250
     transport.close()

@@ -128,12 +128,12 @@ def test_a_job_is_not_pushed_out_by_later_ones(post):
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(Worker, post.address, "c")
         while not joining.done():
-            post._loop.step(0.005)
+            post.loop.step(0.005)
     with closing(joining.result()) as latest:
         deadline = time.monotonic() + WAIT_S
         while "c" not in post.members:  # it joins before the guard looks
             assert time.monotonic() < deadline
-            post._loop.step(0.005)
+            post.loop.step(0.005)
         post.until(lambda: ended(latest.line.connection))
         rounds(post)
         assert not any(ended(worker.line.connection) for worker in workers)
@@ -163,7 +163,7 @@ def test_no_more_are_accepted_than_there_may_be(post):
         start = time.monotonic()
         while not all(map(ended, peers[:27])):
             within_s(WAIT_S, start)
-            post._loop.step(0.005)
+            post.loop.step(0.005)
             assert accepted(post) <= 3
         assert not any(map(ended, peers[27:])), "the latest may be about to say who they are"
         rounds(post)
@@ -186,7 +186,7 @@ def test_a_member_waits_for_a_few_strangers_alone(post):
     start = time.monotonic()
     while post.engine.counters.results == 0:
         within_s(WAIT_S, start)
-        post._loop.step(0.001)
+        post.loop.step(0.001)
     assert post.engine.counters.refused < 75, "half of them came first"
     post.until(lambda: post.engine.counters.refused == 150)
 

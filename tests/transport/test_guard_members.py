@@ -13,6 +13,7 @@ from reducer.runtime import guard as guards
 from reducer.runtime.guard import STUCK_LOOKS
 from reducer.runtime.plain_transport import PlainLine
 from reducer.tcp_connections import Traffic
+from tests import inside
 from tests.transport.guarded import MIB, WAIT_S, M, answer, ended, rounds
 from tests.waits import eventually
 
@@ -154,11 +155,12 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post):
 
 @pytest.mark.parametrize("impl", ["plain"], indirect=True)
 def test_what_a_broken_connection_had_said_is_not_the_next_ones(post):
-    post.member("first").close()
+    gone = post.member("first")
+    first = post.engine.jobs[0].members[0].peer
+    gone.close()
     post.until(lambda: post.guard.connections == 0)
-    (first,) = post.transport._peers
     worker = post.member("second")
-    ((number, connection),) = post.guard._connections.items()
+    ((number, connection),) = inside.connections(post.guard).items()
     for late in (first, b"unheard of"):  # of the same descriptor, and read only now
         post.transport.note(late, connection.line.descriptor, 1000)
     assert post.transport.connection(first) != number
@@ -208,13 +210,14 @@ def test_members_of_many_jobs_have_their_turns(post, monkeypatch):
     for number in range(6):
         post.member(f"job {number}")
     looked = []
-    weigh = guards.Guard._weigh
+    (kind,) = {type(connection.line) for connection in inside.connections(post.guard).values()}
 
-    def count(connection, *arguments):
-        looked.append(connection.line.name)
-        return weigh(connection, *arguments)
+    def count(line, member, now, load=kind.load):
+        if member is not None:
+            looked.append(member)
+        return load(line, member, now)
 
-    monkeypatch.setattr(guards.Guard, "_weigh", staticmethod(count))
+    monkeypatch.setattr(kind, "load", count)
     rounds(post, 4)
     assert len(looked) <= 4 * 2
     rounds(post, 4)
@@ -299,7 +302,7 @@ def test_a_message_may_come_slowly(post):
 def test_what_waits_to_be_read_was_heard(post):
     """The loop may not have polled since, if this process was stopped meanwhile."""
     worker = post.member("job")
-    ((_, connection),) = post.guard._connections.items()
+    ((_, connection),) = inside.connections(post.guard).items()
     rounds(post)
     worker.say(worker.common.pack())
     eventually(lambda: connection.line.load(None, 10.0).silent_s == 0.0, 5.0)
@@ -339,10 +342,10 @@ def line():
 
 def descriptors(post):
     """libzmq's, of the connections that the guard knows."""
-    return {connection.line.descriptor for connection in post.guard._connections.values()}
+    return {connection.line.descriptor for connection in inside.connections(post.guard).values()}
 
 
 def silent(post):
     """Names of jobs of which a member is given up in a while."""
-    away = post.engine._unreachable
+    away = inside.away(post.engine)
     return [job.name for job in post.engine.jobs for m in job.members.values() if m.peer in away]

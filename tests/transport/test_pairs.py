@@ -243,9 +243,9 @@ def test_an_end_that_nobody_joins_is_not_left_open(ends):
 def test_an_end_is_joined_once(ends):
     met = ends.reducer.meet()
     loop = ends.worker
-    loop._loop.join(0, met)
+    loop.loop.join(0, met)
     with pytest.raises(ValueError, match="PyCapsule"):
-        loop._loop.join(0, met)
+        loop.loop.join(0, met)
 
 
 def test_nothing_is_left_open(ends):

@@ -58,7 +58,6 @@ class Paused:
             bind="tcp://127.0.0.1:0", impl=impl, handshake_timeout=PATIENCE_S / 2
         )
         self.server = Server(settings)
-        (self._lane,) = self.server._lanes
         self.server.start()
 
     @contextmanager
@@ -85,11 +84,8 @@ class Paused:
 
     @property
     def connections(self):
-        return self._lane._guard.connections
-
-    @property
-    def unreachable(self):
-        return len(self._lane.engine._unreachable)
+        (lane,) = self.server.observer.status().lanes
+        return lane.connections
 
     def pause(self):
         """It does not run for a while, and then it does."""
@@ -128,7 +124,7 @@ def test_a_rank_whose_connection_broke_may_still_come_back(paused):
         with paused.peer() as second:
             paused.join(second, 1)
         paused.contribute(first, 0)
-        eventually(lambda: paused.unreachable == 1)
+        eventually(lambda: paused.connections == 1)
         paused.pause()
         assert said(first) == []
         with paused.peer() as second:

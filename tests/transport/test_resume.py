@@ -16,6 +16,7 @@ from reducer.errors import MembershipError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import RESUME_S, SHORTEST_PATIENCE_MS, Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import Stream, Welcome, decode, decode_error, encode, encode_error
+from tests import inside
 from tests.transport import by_hand
 from tests.transport.guarded import MIB, M, answer, ended, rounds
 from tests.transport.scripted import CHUNK, HOST, ramp
@@ -96,7 +97,7 @@ class Resumed(Bare):
 
 def resume(post, worker, heard, number=0):
     line = post.meanwhile(lambda: Resumed(post.address))
-    post._stack.enter_context(closing(line))
+    post.stack.enter_context(closing(line))
     line.say(Header(M.RESUME, offset=heard).pack(), encode(Stream(worker.ticket, number)))
     return line
 
@@ -156,7 +157,7 @@ def test_what_a_worker_did_not_get_is_sent_again(post, monkeypatch, missing):
     post.until(lambda: post.engine.counters.results == 2)
     rounds(post)  # the kernels have what they take
     number = post.transport.connection(post.engine.jobs[0].members[0].peer)
-    abort(post.guard._connections[number].line.descriptor)
+    abort(inside.connections(post.guard)[number].line.descriptor)
     got = read_out(worker.line)
     assert len(got) < 512 << 10
     line = resume(post, worker, broken.heard - missing)
@@ -209,7 +210,7 @@ def test_what_has_come_is_read_first(post):
     worker, _ = two(post)
     broken = worker.line.connection
     line = post.meanwhile(lambda: Resumed(post.address))
-    post._stack.enter_context(closing(line))
+    post.stack.enter_context(closing(line))
     broken.setblocking(False)
     with suppress(BlockingIOError):
         while broken.recv(1 << 16):
@@ -325,9 +326,9 @@ class Reducer(by_hand.Reducer):
         super().__init__()
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
-    def _read(self, nbytes):
+    def read(self, nbytes):
         found, self.before = self.before[:nbytes], self.before[nbytes:]
-        rest = super()._read(nbytes - len(found))
+        rest = super().read(nbytes - len(found))
         self.heard += len(rest)
         return found + rest
 
@@ -398,7 +399,7 @@ def client(reducer, monkeypatch):
 @pytest.mark.parametrize("cut", [1, 60, 100, 107, 5000, CHUNK // 2])
 def test_what_a_reducer_did_not_get_is_sent_again(reducer, client, cut):
     work = client.all_reduce(ramp(COUNT), op="max")
-    reducer.before = reducer._read(cut)
+    reducer.before = reducer.read(cut)
     for _ in range(3):
         reducer.break_()
         assert reducer.asked() == reducer.said
@@ -444,7 +445,7 @@ def test_nothing_is_done_while_no_answer_comes(reducer, client):
 def test_what_the_caller_has_again_was_copied(reducer, client):
     data = ramp(COUNT)
     work = client.all_reduce(data, op="max", timeout="0.3s")
-    reducer.before = reducer._read(500)
+    reducer.before = reducer.read(500)
     reducer.break_()
     reducer.asked()
     with pytest.raises(ReductionTimeout):
@@ -458,7 +459,7 @@ def test_what_the_caller_has_again_was_copied(reducer, client):
 def lost(client, reducer, refuse):
     """Break a connection that cannot go on; return how long it takes until that is known."""
     work = client.all_reduce(ramp(COUNT), op="max")
-    reducer._read(100)
+    reducer.read(100)
     reducer.break_()
     start = time.monotonic()
     refuse()
@@ -505,7 +506,7 @@ def test_another_attempt(reducer, client, steady):
     work = client.all_reduce(ramp(COUNT), op="max")
     with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(work.wait, 5)
-        reducer.before = reducer._read(100)
+        reducer.before = reducer.read(100)
         reducer.break_()
         for _ in range(3):
             reducer.asked()

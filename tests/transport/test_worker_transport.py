@@ -12,8 +12,9 @@ import zmq
 from reducer.errors import ReducerLostError, ReductionTimeout, RemoteProtocolError
 from reducer.wire.constants import LONGEST_PATIENCE_MS, NO_SEQUENCE
 from reducer.wire.header import Header
+from tests import inside
 from tests.engine.words import number
-from tests.transport.scripted import CHUNK, HOST, MIB, M, Reducer, ramp
+from tests.transport.scripted import CHUNK, HOST, MIB, M, Reducer, ramp, sockets_made
 from tests.waits import eventually, within_s
 from tests.worker_client.flights import opened
 from worker_client.protocol.plain_flight import PlainFlight
@@ -162,9 +163,12 @@ def test_a_connection_that_ends_between_two_frames(context, transport):
     assert len(events) == 61
 
 
-def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(transport):
+def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(
+    transport, monkeypatch
+):
+    made = sockets_made(monkeypatch)
     transport.connect("127.0.0.1:1")
-    ((socket, _),) = transport._links
+    (socket,) = (one for one in made if one.type == zmq.DEALER)
     assert socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == LONGEST_PATIENCE_MS
     assert socket.getsockopt(zmq.HEARTBEAT_TTL) == 0
 
@@ -208,7 +212,7 @@ def test_what_is_no_result_is_dealt_with_in_order(joined):
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
 def test_a_ping_without_news_stays_in_the_loop(joined, monkeypatch):
     client, (reducer,) = joined()
-    session, heard = client._ordered.flat.session, []
+    session, heard = inside.communicator(client).flat.session, []
     receive = session.receive
 
     def note(link, frame, payload, now):

@@ -1,21 +1,18 @@
 """Memory that the wire cast lends out is used again, and dropped when calls do without it."""
 
-from unittest.mock import Mock
-
 import numpy as np
 
-from reducer.wire.constants import DType
-from worker_client.communicators import casting
-from worker_client.communicators.casting import CastingCommunicator
 from worker_client.staging.buffer_pool import BufferPool
 
+TURNS = 5
 
-def pool_of_casts():
-    return CastingCommunicator(Mock(), DType.BFLOAT16, whole=False)._memory
+
+def lending():
+    return BufferPool(lambda nbytes: np.empty(nbytes, np.uint8).data, most=2, turns=TURNS)
 
 
 def test_the_buffer_that_was_given_back_last_is_lent_out_first():
-    pool = pool_of_casts()
+    pool = lending()
     one, other = pool.take(100), pool.take(100)
     assert one is not other
     pool.give_back(one)
@@ -26,10 +23,10 @@ def test_the_buffer_that_was_given_back_last_is_lent_out_first():
 
 
 def test_calls_that_need_no_buffer_count_as_well():
-    pool = pool_of_casts()
+    pool = lending()
     kept = pool.take(100)
     pool.give_back(kept)
-    for _ in range(casting._KEPT_CALLS - 1):
+    for _ in range(TURNS - 1):
         pool.skip()
     pool.forget(pool.take(7))
     assert pool.idle_bytes == 100

@@ -2,14 +2,20 @@
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from subprocess import run
 
 import numpy as np
 import pytest
 
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from tests.worker_client.waits import at_all, half_a_job, leave_the_lead
+from tests import inside
+from tests.worker_client.waits import at_all
+from worker_client.client.compose import Composer
 from worker_client.protocol.operation import Operation
+from worker_client.protocol.spec import JobSpec
+from worker_client.runtime import implementation
 
 SIZES = (1, 0, 1000, 3, 5, 1 << 18, 7, 65536, 1 << 16)  # elements: some are cut, some are large
 OPS = ("sum", "max", "min", "mean", "product")
@@ -30,6 +36,21 @@ with local_pool(1) as servers, worker_client.init(servers=servers, rank=0, world
 """
 
 
+@pytest.fixture
+def two(pool, request):
+    """Two ranks of a job: callers' threads lead in the first alone, the second one is plain."""
+
+    def make(rank, impl):
+        spec = JobSpec(request.node.name, 0, rank, 2, tuple(pool), 0)
+        return Composer(implementation.select(impl), 20.0, 20.0).client(spec)
+
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
+        yield [
+            stack.enter_context(client)
+            for client in threads.map(make, range(2), ["compiled", "plain"])
+        ]
+
+
 def calls(client, count):
     """Make calls of many sizes, ops and types, some of them several at a time; the results."""
     made = []
@@ -46,10 +67,9 @@ def calls(client, count):
     return [work.wait(20) for work in made]
 
 
-def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do(make, monkeypatch):
+def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do(two):
     """Reducers compare the numbers of ranks, and the checksums of what they asked for before."""
-    ours, theirs = half_a_job(make)
-    leave_the_lead(monkeypatch, theirs._ordered.flat)
+    ours, theirs = two
     ours_, theirs_ = at_all([ours, theirs], lambda client: calls(client, 400))
     for call, (mine, other) in enumerate(zip(ours_, theirs_, strict=True)):
         assert mine.tobytes() == other.tobytes()
@@ -59,14 +79,13 @@ def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do
         assert np.allclose(mine, expected)
 
 
-def test_all_reduces_of_one_call_follow_each_other(make, monkeypatch):
-    ours, theirs = half_a_job(make)
-    leave_the_lead(monkeypatch, theirs._ordered.flat)
+def test_all_reduces_of_one_call_follow_each_other(two):
+    ours, theirs = two
 
     def call(client):
         for _ in range(100):  # from now on ranks agree seldom
             client.all_reduce(np.ones(2), "sum").wait(10)
-        whole, driver = object(), client._ordered.flat
+        whole, driver = object(), inside.communicator(client).flat
         made = [
             Operation(memoryview(bytearray(4)), DType.INT32, ReduceOp.SUM, None, 10.0, call=whole)
             for _ in range(3)
@@ -84,9 +103,8 @@ def test_all_reduces_of_one_call_follow_each_other(make, monkeypatch):
 
 
 @pytest.mark.usefixtures("eager")
-def test_deadlines_are_those_that_the_session_sets(make, monkeypatch):
-    ours, theirs = half_a_job(make)
-    leave_the_lead(monkeypatch, theirs._ordered.flat)
+def test_deadlines_are_those_that_the_session_sets(two):
+    ours, theirs = two
     for timeout_s in (0.5, 7.0):
         works = at_all(
             [ours, theirs],

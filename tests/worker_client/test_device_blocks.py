@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from reducer.errors import DeviceError
+from tests import inside
 from tests.waits import eventually
-from tests.worker_client.slow_device import PIECE, Gate, SlowDevice, blocks_of, reduce_all
+from tests.worker_client.slow_device import PIECE, Gate, SlowDevice, reduce_all
 from worker_client.staging import split_call
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.device_copies import BLOCK_TURNS
@@ -17,7 +18,7 @@ def test_all_pieces_are_on_the_way_once_they_are_in_host_memory(job, devices):
     clients = job(2)
     tensors = [torch.ones(PIECE * 10) for _ in clients]
     works = [clients[0].all_reduce(tensors[0], "sum")]
-    driver = clients[0]._ordered.flat
+    driver = inside.communicator(clients[0]).flat
     eventually(lambda: driver.session.active >= 10)
     assert all(piece.prepare is None for piece in driver.open)
     works.append(clients[1].all_reduce(tensors[1], "sum"))
@@ -72,7 +73,7 @@ def test_no_page_locked_memory_is_left(job, devices, monkeypatch):
     monkeypatch.setattr(SlowDevice, "pinned", full)
     with pytest.raises(DeviceError, match="out of memory"):
         client.all_reduce(torch.ones(3))
-    assert blocks_of(client).used_bytes == 0
+    assert inside.blocks(client).used_bytes == 0
     with pytest.raises(DeviceError):  # other ranks may have made that call
         client.all_reduce(np.ones(3))
 

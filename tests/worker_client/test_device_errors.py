@@ -14,8 +14,9 @@ from reducer.errors import (
     RankLostError,
     ReductionTimeout,
 )
+from tests import inside
 from tests.waits import eventually
-from tests.worker_client.slow_device import Gate, blocks_of, reduce_all
+from tests.worker_client.slow_device import Gate, reduce_all, staging_threads
 from worker_client.runtime import service_thread
 
 # -- errors -------------------------------------------------------------------------------------
@@ -36,7 +37,7 @@ def test_ranks_that_disagree_on_the_whole_size(job, devices):
         with pytest.raises(MismatchError, match=r"of 12\d+ bytes in all") as caught:
             work.wait(20)
         assert caught.value.field == "name"
-    assert [blocks_of(client).used_bytes for client in clients] == [0, 0]
+    assert [inside.blocks(client).used_bytes for client in clients] == [0, 0]
     reduce_all(clients, [torch.ones(5000), torch.ones(5000)])  # as many pieces: still in step
 
 
@@ -99,7 +100,7 @@ def test_an_error_of_one_call_is_not_that_of_the_next(job, devices):
     with pytest.raises(ReductionTimeout) as caught:
         work.wait(20)
     assert caught.value.missing == (1,)
-    assert blocks_of(clients[0]).used_bytes == 0
+    assert inside.blocks(clients[0]).used_bytes == 0
     with pytest.raises(ReductionTimeout):
         clients[1].all_reduce(torch.ones(5000)).wait(20)
     reduce_all(clients, [torch.ones(5000), torch.ones(5000)])
@@ -149,26 +150,26 @@ def test_shut_down_in_a_callback(job, devices, kind):
     gate.open()
     work.wait(20)
     eventually(late.done)
-    eventually(lambda: not any(thread.is_alive() for thread in client._staging._threads))
+    eventually(lambda: not staging_threads())
 
 
 def test_shut_down_in_a_callback_while_others_wait_for_ranks(job, devices):
     clients = job(2)
 
     def leave(_):
-        eventually(lambda: clients[0]._staging.in_order)
+        driver = inside.communicator(clients[0]).flat
+        eventually(lambda: len(driver.open) == 3)  # pieces of 4096 bytes, which were submitted
         clients[0].shutdown()
-        eventually(lambda: not clients[0]._staging._threads[0].is_alive())
+        eventually(lambda: staging_threads() == {"to-device"})
         time.sleep(0.05)  # the other thread has heard of it, before the driver ends anything
 
     first = clients[0].all_reduce(np.ones(3))
     first.future().add_done_callback(leave)
     late = clients[0].all_reduce(torch.ones(3000))
-    threads = clients[0]._staging._threads
     clients[1].all_reduce(np.ones(3))
     with pytest.raises(LocalProtocolError, match="shut down"):
         late.wait(20)
-    eventually(lambda: not any(thread.is_alive() for thread in threads))
+    eventually(lambda: not staging_threads())
 
 
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
@@ -184,8 +185,8 @@ def test_shut_down_while_copies_are_on_their_way(job, devices, way):
     client.shutdown()
     assert time.monotonic() - begun > 0.1
     assert work.done()
-    assert blocks_of(client).used_bytes == 0
-    assert not any(thread.is_alive() for thread in client._staging._threads)
+    assert inside.blocks(client).used_bytes == 0
+    assert not staging_threads()
     if way == "to_host":
         with pytest.raises(LocalProtocolError, match="shut down"):
             work.wait(20)
@@ -209,4 +210,4 @@ def test_a_device_that_hangs_is_not_waited_for(job, devices, monkeypatch, caplog
 def test_without_devices_there_are_no_threads(job):
     (client,) = job(1)
     client.all_reduce(torch.ones(3)).wait(20)
-    assert not any(thread.is_alive() for thread in client._staging._threads)
+    assert not staging_threads()

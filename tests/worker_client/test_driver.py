@@ -2,27 +2,34 @@
 
 import gc
 import os
+import queue
 import signal
 import threading
 import time
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, ReductionTimeout
+from tests import inside
 from tests.waits import eventually, within_s
-from tests.worker_client.waits import at_all, break_here, half_a_job, one_after_another
+from tests.worker_client.waits import (
+    at_all,
+    break_here,
+    half_a_job,
+    one_after_another,
+    own_threads,
+)
 from worker_client.runtime import driver
 
 
 def enders(ours, theirs):
-    """Return the threads by which our calls were ended of which each was waited for."""
+    """Return the names of the threads that ended our calls, of which each was waited for."""
     found = []
     for _ in range(40):
         work = ours.all_reduce(np.ones(4), op="sum")
-        work.future().add_done_callback(lambda _: found.append(threading.get_ident()))
+        work.future().add_done_callback(lambda _: found.append(threading.current_thread().name))
         theirs.all_reduce(np.ones(4), op="sum")  # only now can it end
         work.wait(10)
     return found
@@ -30,30 +37,31 @@ def enders(ours, theirs):
 
 def test_who_waits_again_and_again_leads(make):
     ours, theirs = half_a_job(make)
-    [(found, me)] = at_all([ours], lambda ours: (enders(ours, theirs), threading.get_ident()))
+    [(found, me)] = at_all(
+        [ours], lambda ours: (enders(ours, theirs), threading.current_thread().name)
+    )
     assert found.count(me) >= 20
 
 
 def test_in_the_main_thread_no_callback_is_interrupted(make):
     ours, theirs = half_a_job(make)
-    assert set(enders(ours, theirs)) == {ours._ordered.flat._thread.ident}
+    assert set(enders(ours, theirs)) == {"worker-client"}
 
 
 def test_the_plain_transport_stays_with_its_thread(make, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", "plain")
     ours, theirs = half_a_job(make)
-    assert set(enders(ours, theirs)) == {ours._ordered.flat._thread.ident}
+    assert set(enders(ours, theirs)) == {"worker-client"}
 
 
 def test_all_reduces_go_on_while_nobody_waits(client):
     for _ in range(20):
         one_after_another(client, 3)
-        ended = threading.Event()
+        by = queue.SimpleQueue()
         client.all_reduce(np.ones(1 << 18), op="sum").future().add_done_callback(
-            lambda _, ended=ended: ended.set()
+            lambda _, by=by: by.put(threading.current_thread().name)
         )
-        assert ended.wait(10)
-        assert client._ordered.flat._leader in {0, client._ordered.flat._thread.ident}
+        assert by.get(timeout=10) == "worker-client"
 
 
 def test_calls_that_nobody_waits_for_are_not_left_alone(client):
@@ -74,8 +82,8 @@ def test_threads_that_wait_side_by_side(client):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert client._ordered.flat.session.active == 0
-    assert not client._ordered.busy
+    driver = inside.communicator(client).flat
+    assert (driver.session.active, driver.busy) == (0, False)
 
 
 @pytest.mark.usefixtures("eager")
@@ -84,10 +92,16 @@ def test_a_leader_serves_the_others(make):
     long = ours.all_reduce(np.ones(8), op="sum")
     waiter = threading.Thread(target=long.wait, args=(20,))
     waiter.start()
-    eventually(lambda: ours._ordered.flat._leader == waiter.ident)
-    with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
-        ours.all_reduce(np.ones(8), op="sum", timeout=0.1).wait(10)
-    assert ours._ordered.flat._leader == waiter.ident
+    by = []
+
+    def late():
+        work = ours.all_reduce(np.ones(8), op="sum", timeout=0.1)
+        work.future().add_done_callback(lambda _: by.append(threading.current_thread().name))
+        with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
+            work.wait(10)
+        return by[-1] == waiter.name
+
+    eventually(late)
     theirs.all_reduce(np.ones(8), op="sum").wait(10)
     waiter.join(10)
     assert not waiter.is_alive()
@@ -105,44 +119,61 @@ def test_what_a_wait_has_left_is_not_left_alone(make, monkeypatch):
     eventually(works[1].done)
 
 
-def own_leads(flat, patch):
-    """Return a list that grows when the driver's own thread asks for the lead, or takes it."""
-    lead, found = flat._lead, []
+class Lead:
+    """The lead of a driver.
 
-    class Lead:
-        acquire, release = lead.acquire, lead.release
+    Attributes:
+        own: grows when the driver's own thread asks for the lead, or takes it.
+        taken: that a caller's thread has taken it once.
+    """
 
-        def __enter__(self):
-            found.append(threading.get_ident())
-            lead.acquire()
+    def __init__(self, lead):
+        self.release = lead.release
+        self._lead = lead
+        self.own = []
+        self.taken = threading.Event()
 
-        def __exit__(self, *_):
-            lead.release()
+    def acquire(self, **how):
+        if got := self._lead.acquire(**how):
+            self.taken.set()
+        return got
 
-    patch.setattr(flat, "_lead", Lead())
-    return found
+    def __enter__(self):
+        self.own.append(threading.get_ident())
+        self._lead.acquire()
+
+    def __exit__(self, *_):
+        self._lead.release()
+
+
+def watched_lead(patch, client):
+    """Return the lead of a client's driver from now on."""
+    made = []
+    inside.replace_lead(patch, client, lambda lead: made.append(Lead(lead)) or made[0])
+    return made[0]
 
 
 @pytest.mark.usefixtures("eager")
 def test_the_drivers_own_thread_rests_while_another_leads(make, monkeypatch):
     ours, theirs = half_a_job(make)
-    flat = ours._ordered.flat
-    leads = own_leads(flat, monkeypatch)
+    lead = watched_lead(monkeypatch, ours)
     waiter = threading.Thread(target=ours.all_reduce(np.ones(8), op="sum").wait, args=(20,))
     waiter.start()
-    eventually(lambda: flat._leader == waiter.ident)
-    leads.clear()
+    assert lead.taken.wait(20)
+    lead.own.clear()
     time.sleep(20 * driver.LONGEST_REST_S)
-    assert not leads  # it would get the lead as soon as the wait ends, and others had to ask for it
+    assert (
+        not lead.own
+    )  # it would get the lead as soon as the wait ends, and others had to ask for it
     theirs.all_reduce(np.ones(8), op="sum").wait(10)
     waiter.join(10)
-    eventually(lambda: leads)  # nobody leads any more
+    eventually(lambda: lead.own)  # nobody leads any more
 
 
 @pytest.mark.usefixtures("eager")
 def test_the_drivers_own_thread_looks_soon_after_a_long_wait(make, monkeypatch):
     ours, theirs = half_a_job(make)
-    transport, resumed = ours._ordered.flat._transport, []
+    transport, resumed = inside.transport(ours), []
     monkeypatch.setattr(transport, "resume", lambda *, at_once=True: resumed.append(at_once))
     work = ours.all_reduce(np.ones(8), op="sum")
     timer = threading.Timer(5 * driver.LONGEST_REST_S, theirs.all_reduce, (np.ones(8), "sum"))
@@ -155,7 +186,7 @@ def test_the_drivers_own_thread_looks_soon_after_a_long_wait(make, monkeypatch):
 @pytest.mark.usefixtures("eager")
 def test_the_drivers_own_thread_leads_after_an_interrupted_wait(make, monkeypatch):
     ours, theirs = half_a_job(make)
-    transport, resumed = ours._ordered.flat._transport, []
+    transport, resumed = inside.transport(ours), []
     resume = transport.resume
 
     def note(*, at_once=True):
@@ -184,14 +215,14 @@ def test_looking_soon_is_not_leading_at_once(make, monkeypatch):
     monkeypatch.setattr(driver, "REST_S", 30.0)
     client = make()
     one_after_another(client)  # its own thread has rested since the first of them
-    flat = client._ordered.flat
+    transport = inside.transport(client)
     time.sleep(0.5)  # it may have stood in for the caller in the last of them: until it rests
-    leads = own_leads(flat, monkeypatch)
-    flat._resume(at_once=False)
+    lead = watched_lead(monkeypatch, client)
+    transport.resume(at_once=False)
     time.sleep(0.1)
-    assert not leads
-    flat._resume()
-    eventually(lambda: leads)
+    assert not lead.own
+    transport.resume()
+    eventually(lambda: lead.own)
 
 
 @pytest.mark.usefixtures("eager")
@@ -218,7 +249,7 @@ def test_a_callback_may_call_and_shut_down(client):
     work.future().add_done_callback(first_done)
     work.wait(10)
     assert (second[0].wait(10) == 1).all()
-    eventually(lambda: not client._ordered.flat._thread.is_alive())
+    eventually(lambda: not own_threads())
 
 
 @pytest.mark.usefixtures("eager")
@@ -233,6 +264,13 @@ def test_a_wait_that_leads_keeps_its_own_timeout(make):
     assert (work.wait(10) == 2).all()
 
 
+class Forbidden:
+    """The lead in a process that is not to have it."""
+
+    def __init__(self, _):
+        self.acquire = lambda **_: os._exit(2)
+
+
 def test_a_forked_child_does_not_lead(client, monkeypatch):
     monkeypatch.setattr(driver, "REST_S", 10.0)  # so that the lead is there for the taking
     one_after_another(client)
@@ -240,7 +278,7 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
     child = os.fork()
     if child == 0:
         try:
-            client._ordered.flat._lead = SimpleNamespace(acquire=lambda **_: os._exit(2))
+            inside.replace_lead(monkeypatch, client, Forbidden)
             work.wait(0.5)
         except ReductionTimeout:
             os._exit(0)
@@ -266,8 +304,10 @@ def test_waiting_where_nobody_could_end_it_is_refused(client):
 
 
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, monkeypatch):
+    session = inside.communicator(client).flat.session
+
     def break_a_step(client):
-        break_here(monkeypatch, client._ordered.flat.session, "tick", BlockingIOError)
+        break_here(monkeypatch, session, "tick", BlockingIOError)
         with pytest.raises(BlockingIOError):
             one_after_another(client, 1_000_000)
 
@@ -275,36 +315,30 @@ def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, mo
     at_all([client], break_a_step)
     with pytest.raises(LocalProtocolError):
         one_after_another(client, 1_000_000)
-    client._ordered.flat._thread.join(10)
-    assert not client._ordered.busy
+    eventually(lambda: not own_threads())
+    assert not inside.communicator(client).busy
 
 
 def test_a_call_whose_client_ends_meanwhile_ends_too(client, monkeypatch):
     one_after_another(client)
-    driver = client._ordered.flat
-    lead = driver._lead
 
-    class Late:
+    class Late(Lead):
         """The lead, which this thread gets when another one has shut the client down."""
 
         def acquire(self, **how):
-            driver._lead = lead
             other = threading.Thread(target=client.shutdown)
             other.start()
             other.join(10)
-            return lead.acquire(**how)
+            return super().acquire(**how)
 
-        def release(self):
-            lead.release()
-
-    monkeypatch.setattr(driver, "_lead", Late())
+    inside.replace_lead(monkeypatch, client, Late)
     ended = []  # whether the driver's thread had, when a call was begun
 
     def submit(*_call):
-        ended.append(not client._ordered.flat._thread.is_alive())
+        ended.append(not own_threads())
         return []
 
-    monkeypatch.setattr(client._ordered.flat.session, "submit", submit)
+    monkeypatch.setattr(inside.communicator(client).flat.session, "submit", submit)
     with pytest.raises(LocalProtocolError, match="shut down"):
         client.all_reduce(np.ones(4), op="sum").wait(10)
     assert not any(ended), "nothing is begun when the sockets are closed"

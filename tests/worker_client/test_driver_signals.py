@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, ReductionTimeout
+from tests import inside
 from tests.ranks import environments, ranks
 from tests.waits import within_s
 from tests.worker_client.waits import half_a_job, one_after_another
@@ -118,7 +119,7 @@ def test_a_signal_handler_may_shut_down_at_any_instant(make):
                 one_after_another(client, 1_000_000)
             client.shutdown()
             within_s(10.0, start)
-            assert not client._ordered.busy
+            assert not inside.communicator(client).busy
     finally:
         signal.signal(signal.SIGALRM, previous)
 

@@ -22,7 +22,9 @@ from tests.conftest import joined, local_pool
 from tests.waits import eventually
 from tests.worker_client.waits import at_all
 from worker_client.fusion import tensor_queue
+from worker_client.fusion.fusion import Fusion
 from worker_client.protocol import operation
+from worker_client.staging.buffer_pool import BufferPool
 
 KINDS = [
     (np.float32, "sum"),
@@ -60,7 +62,7 @@ def check_sum(clients, value):
 
 @pytest.mark.parametrize("threshold", ["64MiB", "8KiB", "0"])
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_ranks_may_submit_in_any_order(job, threshold, world_size):
+def test_ranks_may_submit_in_any_order(job, threshold, world_size, monkeypatch):
     numbers = range(120)
 
     def train(client):
@@ -76,10 +78,12 @@ def test_ranks_may_submit_in_any_order(job, threshold, world_size):
                 assert works[number].wait(30) is tensors[number]
                 np.testing.assert_array_equal(tensors[number], expected(number, world_size))
 
-    clients = job(world_size, fusion_threshold=threshold)
-    at_all(clients, train)
-    ends = [client._fusion.communicator.flat.session.calls.numbering.end for client in clients]
-    sent = [end // PLACES + 1 for end in ends]
+    opened, open_ = [], Fusion.open
+    monkeypatch.setattr(Fusion, "open", lambda fusion: (open_(fusion), opened.append(fusion)))
+    at_all(job(world_size, fusion_threshold=threshold), train)
+    sessions = [fusion.communicator.flat.session for fusion in opened]
+    sent = [session.calls.numbering.end // PLACES + 1 for session in sessions]
+    assert len(sent) == world_size
     assert len(set(sent)) == 1
     per_step = {"64MiB": 100, "8KiB": 200, "0": 1000}[threshold]
     assert sent[0] < 3 * per_step
@@ -386,10 +390,10 @@ def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(job
     (client,) = job(1)
     client.all_reduce(np.ones(2), name="x").wait(20)
 
-    def fail(nbytes):
+    def fail(pool, nbytes):
         raise MemoryError
 
-    monkeypatch.setattr(client._fusion._buffers, "take", fail)
+    monkeypatch.setattr(BufferPool, "take", fail)
     works = [client.all_reduce(np.ones(2), name=f"t{at}") for at in range(3)]
     for work in works:
         with pytest.raises(LocalProtocolError, match="fusion failed: MemoryError"):
@@ -400,32 +404,27 @@ def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(job
 
 def test_a_shutdown_while_the_channel_is_made(job, monkeypatch):
     one, _ = job(2)
-    make, begun, made = one._fusion._make, threading.Event(), threading.Event()
+    open_, begun, made = Fusion.open, [], threading.Event()
 
-    def late():
-        begun.set()
+    def late(fusion):
+        begun.append(fusion)
         made.wait(20)
-        return make()
+        open_(fusion)
 
-    monkeypatch.setattr(one._fusion, "_make", late)
+    monkeypatch.setattr(Fusion, "open", late)
     work = one.all_reduce(np.ones(2), name="x")
-    assert begun.wait(20)
+    eventually(lambda: begun)
     threading.Timer(0.3, made.set).start()
     one.shutdown()
     with pytest.raises(LocalProtocolError):
         work.wait(5)
-    assert one._fusion.communicator.closing
+    assert begun[0].communicator.closing
 
 
 def test_deadlines_hold_while_the_channel_is_made(job, monkeypatch):
     one, two = job(2)
-    make, made = one._fusion._make, threading.Event()
-
-    def late():
-        made.wait(20)
-        return make()
-
-    monkeypatch.setattr(one._fusion, "_make", late)
+    open_, made = Fusion.open, threading.Event()
+    monkeypatch.setattr(Fusion, "open", lambda fusion: made.wait(20) and open_(fusion))
     patient = one.all_reduce(np.ones(2), "sum", name="patient", timeout=20)
     for after_s in (1.0, 0.5):
         begin = time.monotonic()

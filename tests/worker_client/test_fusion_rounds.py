@@ -7,7 +7,36 @@ import pytest
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
 from tests.worker_client.waits import at_all
+from worker_client.fusion import fusion
 from worker_client.fusion import negotiation as negotiation_module
+from worker_client.fusion.negotiation import Negotiation
+
+
+@pytest.fixture
+def negotiations(monkeypatch):
+    """The negotiation of each rank of the job that is made next."""
+    made = {}
+
+    def make(rank, world_size):
+        made[rank] = Negotiation(rank, world_size)
+        return made[rank]
+
+    monkeypatch.setattr(fusion, "Negotiation", make)
+    return made
+
+
+@pytest.fixture
+def queues(monkeypatch):
+    """What has the requests of each fusion, by rank."""
+    made = []
+    waiting = fusion.Waiting
+
+    def make(*given):
+        made.append(waiting(*given))
+        return made[-1]
+
+    monkeypatch.setattr(fusion, "Waiting", make)
+    return made
 
 
 def reduce_all(clients, step, **arguments):
@@ -34,10 +63,10 @@ def reduce_all(clients, step, **arguments):
     return at_all(clients, train)
 
 
-def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job):
+def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job, negotiations):
     clients = job(3)
     assert reduce_all(clients, 0) == [[], [], []]
-    clients[1]._fusion._negotiation.reset()
+    negotiations[1].reset()
     assert reduce_all(clients, 1) == [[], [], []]
 
 
@@ -47,9 +76,9 @@ def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job):
     [ReductionTimeout("at a deadline"), LocalProtocolError("of this rank alone")],
     ids=["timeout", "local"],
 )
-def test_a_round_that_fails_at_one_rank_alone(job, which, error, monkeypatch):
+def test_a_round_that_fails_at_one_rank_alone(job, negotiations, which, error, monkeypatch):
     clients = job(3)
-    negotiation = clients[2]._fusion._negotiation
+    negotiation = negotiations[2]
     real, calls = getattr(negotiation, which), []
 
     def fail_once(*arguments):
@@ -69,10 +98,10 @@ def test_a_round_that_fails_at_one_rank_alone(job, which, error, monkeypatch):
         assert reduce_all(clients, step) == [[], [], []]
 
 
-def test_a_fused_all_reduce_that_one_rank_does_not_make(job, monkeypatch):
+def test_a_fused_all_reduce_that_one_rank_does_not_make(job, negotiations, monkeypatch):
     clients = job(3)
     assert reduce_all(clients, 0) == [[], [], []]
-    negotiation = clients[0]._fusion._negotiation
+    negotiation = negotiations[0]
     real, decided = negotiation.decide, []
 
     def lose_once():
@@ -89,10 +118,12 @@ def test_a_fused_all_reduce_that_one_rank_does_not_make(job, monkeypatch):
 
 
 @pytest.mark.parametrize("which", range(3))
-def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(job, which, monkeypatch):
+def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(
+    job, negotiations, queues, which, monkeypatch
+):
     monkeypatch.setattr(negotiation_module, "MOST_KNOWN", 5)
     clients = job(2)
-    negotiation = clients[1]._fusion._negotiation
+    negotiation = negotiations[1]
     real, left = negotiation.decide, -1
 
     def fail_once():
@@ -105,7 +136,7 @@ def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(job, which,
     monkeypatch.setattr(negotiation, "decide", fail_once)
 
     def train(client):
-        """Return the sums of a name that recurs, by step, and how many names have counts."""
+        """Return the sums of a name that recurs, by step."""
         nonlocal left
         found = []
         for step in range(30):
@@ -124,9 +155,9 @@ def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(job, which,
                 for other in others:
                     with suppress(ReductionError):
                         other.wait(20)
-        return found, len(client._fusion._submissions.calls)
+        return found
 
-    for found, names in at_all(clients, train):
+    for found in at_all(clients, train):
         assert found == [(step, 101.0 * (step + 1)) for step, _ in found]
         assert [step for step, _ in found][-9:] == list(range(21, 30))
-        assert names < 7, "of 13"
+    assert [len(queue.submissions.calls) < 7 for queue in queues] == [True, True], "of 13 names"

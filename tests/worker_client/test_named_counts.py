@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from reducer.errors import MismatchError, ReductionError, ReductionTimeout
 from reducer.runtime.implementation import NAMES
+from tests.waits import eventually
 from worker_client.fusion import fusion, negotiation
 from worker_client.fusion.fusion import Fusion
-from worker_client.fusion.negotiation import GivenUp
+from worker_client.fusion.negotiation import Decision, Negotiation
 from worker_client.fusion.tensor_queue import twin
 from worker_client.staging.wire_rule import WireRule
 
@@ -121,17 +122,22 @@ class Rank:
     Each step has two names that recur, which are waited for, and one that does not.
     """
 
-    def __init__(self, sums, rank, impl, seed):
+    def __init__(self, sums, rank, impl, seed, channel=Channel):
         self.rank = rank
         self.rng = random.Random(1000 * seed + rank)
+
+        def make(*given):
+            self.submissions = twin(impl)(*given)
+            return self.submissions
+
         self.fusion = Fusion(
-            lambda: Channel(sums, rank),
+            lambda: channel(sums, rank),
             rank,
             WORLD_SIZE,
             2**20,
             cycle_s=0.0,
             timeout_s=LONG_S,
-            submissions=twin(impl),
+            submissions=make,
             wire=WireRule(None),
         )
 
@@ -186,15 +192,34 @@ def test_whatever_fails_where_only_calls_of_one_step_are_summed(impl, disturbed,
             steps = range(STEPS, 2 * STEPS)
             assert list(pool.map(lambda one: one.run(steps, LONG_S, CALM), ranks)) == [[], [], []]
             for one in ranks:
-                assert len(one.fusion._submissions.calls) <= 4 * MOST, "of 32 names"
+                assert len(one.submissions.calls) <= 4 * MOST, "of 32 names"
         finally:
             for one in ranks:
                 one.fusion.stop()
 
 
-def test_what_others_have_to_be_told_again_is_counted_from_the_same_base():
-    fusion = Rank(Sums(()), 0, "plain", 0).fusion
-    fusion._told, fusion._untold = [GivenUp("a", 5, "told")], [GivenUp("b", 1, "not yet")]
-    fusion._rebase({"a": 3})
-    fusion._begin_anew()
-    assert fusion._untold == [GivenUp("a", 2, "told"), GivenUp("b", 1, "not yet")]
+def test_what_others_have_to_be_told_again_is_counted_from_the_same_base(monkeypatch):
+    asked = []
+
+    class Alone(Channel):
+        def submit(self, operation):
+            operation.end(None)
+
+    class Scripted(Negotiation):
+        def ask(self, mine, given_up, counts):
+            asked.append([(one.name, one.call) for one in given_up])
+            return super().ask(mine, given_up, counts)
+
+        def decide(self):
+            if len(asked) > 1:
+                raise ReductionTimeout("at this rank alone")
+            return Decision([], {}, {}, bases={"a": 1})
+
+    monkeypatch.setattr(fusion, "Negotiation", Scripted)
+    one = Rank(Sums(()), 0, "plain", 0, Alone).fusion
+    for rounds, name in enumerate("ab", 1):
+        one.decline(name, ValueError("none here"))
+        eventually(lambda rounds=rounds: len(asked) >= rounds)
+    eventually(lambda: len(asked) >= 3)
+    one.stop()
+    assert asked[:3] == [[("a", 0)], [("b", 0)], [("a", -1), ("b", 0)]]

@@ -48,12 +48,13 @@ class Ranks:
 
     def exchange(self, asked, present):
         """Sum up what ranks ask, and what they then announce, if they do."""
-        self._sum(asked)
-        announced = [self.all[rank].hear() for rank in present]
-        if announced[0] is not None:
-            self._sum(announced)
+        self.add_up(asked)
+        heard = [self.all[rank].hear() for rank in present]
+        self.announced = [None if one is None else one.copy() for one in heard]
+        if heard[0] is not None:
+            self.add_up(heard)
 
-    def _sum(self, buffers):
+    def add_up(self, buffers):
         self.sums += 1
         assert len({buffer.size for buffer in buffers}) == 1
         total = np.sum(buffers, axis=0, dtype=np.uint8)
@@ -85,11 +86,11 @@ def test_shapes_are_announced_where_they_are_given_and_once():
     ranks = Ranks(2)
     a, b = key("a", shape="(2, 1)"), key("b")
     ranks.round([a, b], [a, b])
-    said = ranks.all[0]._said.decode()
-    assert said == '[["a",1,1,8,false,0,"(2, 1)"],["b",1,1,8,false,0]]'
+    said = b'[["a",1,1,8,false,0,"(2, 1)"],["b",1,1,8,false,0]]'
+    assert said in ranks.announced[0].tobytes()
     a, b = key("a", shape="(2, 1)", call=1), key("b", call=1)
     assert ranks.round([a, b], [a, b])[0].ready == tensors(a, b)
-    assert ranks.all[0]._said == b""
+    assert ranks.announced == [None, None], "they were announced"
 
 
 def test_nothing_at_some_rank_is_no_agreement():
@@ -188,10 +189,10 @@ def test_ranks_that_are_gone_are_not_waited_for():
 def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing():
     ranks = Ranks(3)
     has = [[key("a")], [key("a")], [key("a"), key("b")]]
-    ranks._sum([one.ask(keys) for one, keys in zip(ranks.all, has, strict=True)])
+    ranks.add_up([one.ask(keys) for one, keys in zip(ranks.all, has, strict=True)])
     announced = [one.hear() for one in ranks.all]
     left = ranks.all[:2]
-    ranks._sum(announced[:2])  # the last rank is lost before this one
+    ranks.add_up(announced[:2])  # the last rank is lost before this one
     for decision in [one.decide() for one in left]:
         assert decision.ready == tensors(key("a"))
     assert left[0].state == left[1].state

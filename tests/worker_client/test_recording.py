@@ -9,10 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from reducer.errors import ConfigError, MismatchError, ReductionError
+from reducer.errors import ConfigError, MismatchError, ReductionError, ReductionTimeout
 from reducer.wire.messages import Straggler
+from tests import inside
 from tests.commands import run_command
 from tests.conftest import joined, reducer_here
+from tests.waits import eventually
 from worker_client.client import recording
 from worker_client.client.client import Client
 from worker_client.commands.doctor.dumps import examine_dumps
@@ -189,7 +191,6 @@ def test_a_child_leaves_its_parents_file_alone(server, dumps):
         client.all_reduce(np.ones(2, np.float32)).wait()
         child = os.fork()
         if child == 0:
-            client._log.finish()
             client.shutdown()
             os._exit(0)
         os.waitpid(child, 0)
@@ -295,10 +296,11 @@ def test_a_refused_call_uses_its_number_up(server, dumps):
 
 def test_the_file_says_who_is_connected_and_who_is_slow(server, dumps):
     with joined(1, servers=server, job="told") as (client,):
-        (link,) = client._ordered.flat.session.links
+        (link,) = inside.communicator(client).flat.session.links
         link.straggler = Straggler(rank=0, cause="slow", share=0.5, median_s=0.1)
         assert client.summary().straggler == link.straggler
-        client._log.write()
+        client.decline(ReductionTimeout("so that it is written", missing=()))
+        eventually(lambda: [*dumps.glob("told/calls-0.json")])
         about = document(dumps, "told", 0)["reduction"]
     assert about["links"] == [{"reducer": server, "state": "MEMBER", "connected": True}]
     assert about["straggler"] == {"rank": 0, "cause": "slow", "share": 0.5, "median_s": 0.1}

@@ -1,6 +1,7 @@
 """`Work`: waiting, asking, and what comes out when the all-reduce failed."""
 
 import concurrent.futures
+import gc
 import math
 import queue
 import threading
@@ -71,31 +72,48 @@ def test_the_error_of_the_all_reduce(work, error, timeout):
 
 
 def test_waits_that_were_too_short_leave_nothing(work):
+    before = queues()
     for _ in range(3):
         assert not work.ends_within(0)
-    assert not work._waiters
+    assert queues() == before
 
 
-def test_who_waits_is_woken_when_an_interrupt_came_first(work):
+def queues():
+    """How many queues, in which waits are, there are in this process."""
+    return sum(isinstance(one, queue.SimpleQueue) for one in gc.get_objects())
+
+
+@pytest.fixture
+def interrupted(work, monkeypatch):
+    """Somebody waits for the work, whose end Ctrl-C has interrupted before it woke anybody."""
+    begun, interrupts = threading.Event(), iter([KeyboardInterrupt])
+
     class Interrupted(queue.SimpleQueue):
-        def put(self, *_):
-            raise KeyboardInterrupt
+        def get(self, **how):
+            begun.set()
+            return super().get(**how)
 
+        def put(self, item):
+            for error in interrupts:
+                raise error
+            super().put(item)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Interrupted)
     waiting = threading.Thread(target=work.wait)
     waiting.start()
-    while not work._waiters:
-        pass
-    waiters = work._waiters
-    work._waiters = (Interrupted(), *waiters)
+    assert begun.wait(5)
+    monkeypatch.undo()
     with pytest.raises(KeyboardInterrupt):
         work.end(None)
-    assert work.done()
-    assert not work.over
-    assert work._waiters[1:] == waiters
-    work._waiters = waiters
-    work.end(None)  # as the driver does
+    yield work
     waiting.join(5)
     assert not waiting.is_alive()
+
+
+def test_who_waits_is_woken_when_an_interrupt_came_first(interrupted):
+    assert interrupted.done()
+    assert not interrupted.over
+    interrupted.end(None)  # as the driver does
 
 
 def test_a_piece_that_ends_again_after_an_interrupt_changes_nothing(work):
@@ -129,11 +147,9 @@ def test_it_ends_once(work):
     assert work.wait() is future.result(0) is DATA
 
 
-def test_an_end_that_was_interrupted_is_made_up_for(work):
-    future = work.future()
-    work._ended = True  # and no more, because of Ctrl-C
-    work.finish(ReductionError("later"))
-    assert future.result(0) is DATA
+def test_an_end_that_was_interrupted_is_made_up_for(interrupted):
+    interrupted.finish(ReductionError("later"))
+    assert interrupted.future().result(0) is DATA
 
 
 def test_what_writing_back_raises_is_the_error(work):

@@ -45,22 +45,6 @@ def half_a_job(make):
     return first[0], second
 
 
-class _LeftAlone:
-    """The lead of a driver whose own thread alone ever gets it."""
-
-    def __init__(self, lead):
-        self._lead = lead
-
-    def acquire(self, **_how):
-        return False
-
-    def __enter__(self):
-        self._lead.acquire()
-
-    def __exit__(self, *_):
-        self._lead.release()
-
-
-def leave_the_lead(patch, driver):
-    """Keep callers' threads from leading: every call is the driver's own thread's business."""
-    patch.setattr(driver, "_lead", _LeftAlone(driver._lead))
+def own_threads():
+    """The threads of clients that lead while no caller does."""
+    return [thread for thread in threading.enumerate() if thread.name == "worker-client"]

@@ -528,7 +528,7 @@ def _replace_fp16_compress() -> None:
     Python holds an object. There is no such assertion in `ALLREDUCE`, DDP's default.
     """
     ddp: Any = DistributedDataParallel
-    builtin = ddp._register_builtin_comm_hook  # noqa: SLF001 (no public name)
+    builtin = ddp._register_builtin_comm_hook
 
     @functools.wraps(builtin)
     def register_hook(model: Any, comm_hook_type: BuiltinCommHookType) -> None:
@@ -538,7 +538,7 @@ def _replace_fp16_compress() -> None:
         else:
             builtin(model, comm_hook_type)
 
-    ddp._register_builtin_comm_hook = register_hook  # noqa: SLF001
+    ddp._register_builtin_comm_hook = register_hook
 
 
 def _replace_kept_handles() -> None:
@@ -549,7 +549,7 @@ def _replace_kept_handles() -> None:
     """
     for owner, name in (
         (Reducer, "_set_forward_pass_work_handle"),
-        (torch._C._distributed_c10d, "_register_work"),  # noqa: SLF001 (no public name)
+        (torch._C._distributed_c10d, "_register_work"),
     ):
         setattr(owner, name, _with_kept_handle(getattr(owner, name)))
 

@@ -1,0 +1,38 @@
+"""The one file that reads private attributes of the product's objects; each says why."""
+
+
+def communicator(client):
+    """The driver in it says what is on the way, of which callers see the end alone."""
+    return client._ordered
+
+
+def transport(client):
+    """Who is told to lead again shows in no result: it costs time alone."""
+    return communicator(client).flat._transport
+
+
+def replace_lead(patch, client, kind):
+    """Some instants come only while a thread waits for the lead, which nobody sees."""
+    driver = communicator(client).flat
+    patch.setattr(driver, "_lead", kind(driver._lead))
+
+
+def blocks(client):
+    """Page-locked memory that is never given back would show only when there is none left."""
+    ((_, blocks),) = client._staging._devices.values()
+    return blocks
+
+
+def connections(guard):
+    """What the kernel has of a connection, and its end, no peer can ask for."""
+    return guard._connections
+
+
+def away(engine):
+    """Peers that may still come back are told of to nobody."""
+    return engine._unreachable
+
+
+def fragments(outer):
+    """Their checkpoint would wait for the averaging that is on its way."""
+    return [(each._number, each._made, each.outer, each._velocity) for each in outer._fragments]
