@@ -150,6 +150,7 @@ CASES = {
 WRONG = {
     "no JSON": ({"TF_CONFIG": "{'cluster': {}}"}, "^TF_CONFIG: .* at character 1 .*cluster"),
     "JSON that ends": ({"CLUSTER_SPEC": '{"cluster": {'}, "^CLUSTER_SPEC: this is not JSON"),
+    "JSON without end": ({"TF_CONFIG": "[" * 100_000}, "^TF_CONFIG: .* nested too deeply"),
     "a list": ({"TF_CONFIG": "[1]"}, r"^TF_CONFIG: write a JSON object \(got \[1\]\)"),
     "a cluster": ({"TF_CONFIG": '{"cluster": 1}'}, r"^TF_CONFIG cluster: .*got 1"),
     "replicas": (

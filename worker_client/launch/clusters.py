@@ -117,6 +117,8 @@ def _parse(name: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         where = text[max(0, error.pos - 15) : error.pos + 15]
         refuse(name, f"this is not JSON: {error.msg} at character {error.pos}", where)
+    except RecursionError:
+        refuse(name, "this is no cluster: its brackets are nested too deeply", text[:30])
     if not isinstance(spec, dict):
         refuse(name, "write a JSON object", spec)
     if "sparseCluster" in spec:  # Kubeflow's, of a job whose workers come and go

@@ -90,7 +90,8 @@ def others(notes: Notes) -> None:
         notes.put("others", f"WORLD_SIZE={shown(size)} without RANK", "WORLD_SIZE")
     for launcher, number, count in _NOT_SERVED:
         size = notes.get(count)
-        several = "," in size or (size.isdigit() and int(size) > 1)  # a list of hosts, or a number
+        # A list of hosts, or a number.
+        several = "," in size or (size.isdecimal() and int(size) > 1)
         # Process 0 of nobody knows how many may be alone.
         if several or (not size and notes.get(number) not in {"", "0"}):
             name = count if size else number

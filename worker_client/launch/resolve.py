@@ -148,7 +148,7 @@ def _is_of_job(address: str) -> bool:
 def _count_restarts(notes: Notes) -> None:
     most = (1 << 32) - 1
     notes.number("restarts", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", most=most)
-    if (given := notes.get("REDUCTION_GENERATION")).isdigit():  # else the settings refuse it
+    if (given := notes.get("REDUCTION_GENERATION")).isdecimal():  # else the settings refuse it
         notes.put("generation", int(given), "REDUCTION_GENERATION")
     if "restarts" in notes.values:
         notes.put("generation", notes.values["restarts"], notes.reasons["restarts"])
@@ -161,6 +161,7 @@ def _find_reducers(notes: Notes, name: str, cluster: Cluster | None) -> None:
         notes.put("reducers", reducers, "REDUCTION_SERVERS")
     elif cluster is not None and cluster.reducers:
         port = notes.get("REDUCTION_BIND").rpartition(":")[2]
-        port = port if port.isdigit() and int(port) else str(PORT)  # in the JSON it is TensorFlow's
+        # The one in the JSON is TensorFlow's.
+        port = port if port.isdecimal() and int(port) else str(PORT)
         reducers = tuple(f"{host}:{port}" for host in cluster.reducers)
         notes.put("reducers", reducers, f"{name} cluster, at port {port}")

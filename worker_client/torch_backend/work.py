@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -63,7 +64,9 @@ class ReductionWork(TorchWork):
         self._results = results
         self._finish = finish
         self._begin = begin
-        self._missing = len(parts)  # parts that have not told the future of their end
+        self._missing = {*range(len(parts))}  # parts that have not told the future of their end
+        self._unasked = [*enumerate(parts)]  # parts that have not been asked to
+        self._asked = False  # all have been
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._called_back = threading.Event()  # set when the callbacks that it had have returned
@@ -137,25 +140,40 @@ class ReductionWork(TorchWork):
         with self._lock:
             if self._future is None:
                 self._future = self._ended.then(lambda _: self._outcome())
-                if all(part.done() for part in self._parts):  # and nobody has added a callback
-                    self._ended.set_result(None)
-                    self._called_back.set()
-                else:
-                    for part in self._parts:
-                        part.future().add_done_callback(self._on_part)
+            self._ask()
             return self._future
+
+    def _ask(self) -> None:
+        """Have the future told of the end; again, if an exception has come in between."""
+        with self._lock:
+            if self._asked:
+                return
+            if len(self._unasked) == len(self._parts) and all(part.done() for part in self._parts):
+                if not self._ended.done():  # nobody has added a callback
+                    self._ended.set_result(None)
+                self._called_back.set()
+            else:
+                while self._unasked:
+                    number, part = self._unasked[-1]
+                    if part.done():
+                        self._on_part(number)
+                    else:
+                        part.future().add_done_callback(partial(self._on_part, number))
+                    self._unasked.pop()
+            self._asked = True
 
     @property
     def _has_callbacks(self) -> bool:
         """Whether callbacks of the future may still run, on another thread than this one."""
-        if self._future is None or self._called_back.is_set():
+        if self._future is None:
             return False
-        return self._calling != threading.get_ident()
+        self._ask()
+        return not self._called_back.is_set() and self._calling != threading.get_ident()
 
-    def _on_part(self, _: concurrent.futures.Future[Any]) -> None:
+    def _on_part(self, number: int, _: concurrent.futures.Future[Any] | None = None) -> None:
         with self._lock:
-            self._missing -= 1
-            last = self._missing == 0
+            self._missing.discard(number)
+            last = not self._missing
         if last:
             try:  # the client's thread, where this may be, is needed for what a callback waits for
                 threading.Thread(target=self._call_back, name="callbacks").start()
@@ -163,7 +181,10 @@ class ReductionWork(TorchWork):
                 self._call_back()
 
     def _call_back(self) -> None:
-        self._calling = threading.get_ident()
+        with self._lock:
+            if self._calling:  # a part has told twice
+                return
+            self._calling = threading.get_ident()
         try:
             if self._begin is not None:
                 self._begin()
