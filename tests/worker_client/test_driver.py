@@ -86,39 +86,6 @@ def test_threads_that_wait_side_by_side(client):
     assert (driver.session.active, driver.busy) == (0, False)
 
 
-@pytest.mark.usefixtures("eager")
-def test_a_leader_serves_the_others(make):
-    ours, theirs = half_a_job(make)
-    long = ours.all_reduce(np.ones(8), op="sum")
-    waiter = threading.Thread(target=long.wait, args=(20,))
-    waiter.start()
-    by = []
-
-    def late():
-        work = ours.all_reduce(np.ones(8), op="sum", timeout=0.1)
-        work.future().add_done_callback(lambda _: by.append(threading.current_thread().name))
-        with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
-            work.wait(10)
-        return by[-1] == waiter.name
-
-    eventually(late)
-    theirs.all_reduce(np.ones(8), op="sum").wait(10)
-    waiter.join(10)
-    assert not waiter.is_alive()
-
-
-@pytest.mark.usefixtures("eager")
-def test_what_a_wait_has_left_is_not_left_alone(make, monkeypatch):
-    ours, theirs = half_a_job(make)
-    monkeypatch.setattr(driver, "REST_S", 30.0)  # the driver's own thread rests until it is called
-    for calls in (1, 2):
-        works = [ours.all_reduce(np.ones(8), op="sum") for _ in range(calls)]
-        theirs.all_reduce(np.ones(8), op="sum")
-        works[0].wait(10)
-    theirs.all_reduce(np.ones(8), op="sum")
-    eventually(works[1].done)
-
-
 class Lead:
     """The lead of a driver.
 
@@ -151,6 +118,37 @@ def watched_lead(patch, client):
     made = []
     inside.replace_lead(patch, client, lambda lead: made.append(Lead(lead)) or made[0])
     return made[0]
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_leader_serves_the_others(make, monkeypatch):
+    ours, theirs = half_a_job(make)
+    lead = watched_lead(monkeypatch, ours)
+    waiter = threading.Thread(target=ours.all_reduce(np.ones(8), op="sum").wait, args=(20,))
+    waiter.start()
+    assert lead.taken.wait(20)
+    by = []
+    late = ours.all_reduce(np.ones(8), op="sum", timeout=0.1)
+    late.future().add_done_callback(lambda _: by.append(threading.current_thread().name))
+    with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
+        late.wait(10)
+    eventually(lambda: by)
+    assert by == [waiter.name]
+    theirs.all_reduce(np.ones(8), op="sum").wait(10)
+    waiter.join(10)
+    assert not waiter.is_alive()
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_a_wait_has_left_is_not_left_alone(make, monkeypatch):
+    ours, theirs = half_a_job(make)
+    monkeypatch.setattr(driver, "REST_S", 30.0)  # the driver's own thread rests until it is called
+    for calls in (1, 2):
+        works = [ours.all_reduce(np.ones(8), op="sum") for _ in range(calls)]
+        theirs.all_reduce(np.ones(8), op="sum")
+        works[0].wait(10)
+    theirs.all_reduce(np.ones(8), op="sum")
+    eventually(works[1].done)
 
 
 @pytest.mark.usefixtures("eager")
