@@ -80,7 +80,7 @@ def test_waits_that_were_too_short_leave_nothing(work):
 
 def queues():
     """How many queues, in which waits are, there are in this process."""
-    return sum(isinstance(one, queue.SimpleQueue) for one in gc.get_objects())
+    return sum(type(one) is queue.SimpleQueue for one in gc.get_objects())
 
 
 @pytest.fixture
