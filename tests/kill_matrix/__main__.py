@@ -92,7 +92,7 @@ class Matrix:
         """Return one that is not done: the new ones first, and of these what needs no compiler."""
         with self._lock:
             left = [one for one in self.mutants() if not self._is_done(one.identity)]
-            left.sort(key=lambda one: (one.identity in self.results, not one.file.endswith(".py")))
+            left.sort(key=lambda one: (one.identity in self.results, one.is_compiled))
             if left:
                 self._running.add(left[0].identity)
             return left[0] if left else None

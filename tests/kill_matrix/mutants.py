@@ -17,6 +17,7 @@ ROOMS = {
     "reducer/zmtp": (".pyx", ".c"),
 }
 BY_ROOM = 29
+COMPILED = (".c", ".h", ".pyx", ".pxd")
 NEGATED, SHIFTED = "negated branch", "off by one"
 DROPPED, SWAPPED = "dropped call", "swapped arguments"
 SHIFTS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
@@ -58,6 +59,11 @@ class Mutant(NamedTuple):
     def identity(self):
         """What stays the same when other lines change."""
         return self[:5]
+
+    @property
+    def is_compiled(self):
+        """Whether an extension is to be built."""
+        return any(file.endswith(COMPILED) for file, *_ in self.edits)
 
     @property
     def room(self):

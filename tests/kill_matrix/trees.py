@@ -18,7 +18,6 @@ SOUND = TREES / "sound"
 APART = (".git", ".venv*", "build", "*.egg-info", ".*_cache", ".hypothesis", "results")
 # Quick to compile, and without mutants that only a compiler's warning keeps from running.
 FLAGS = '"-O0", "-Werror=incompatible-pointer-types", "-Werror=int-conversion"'
-COMPILED = (".c", ".h", ".pyx", ".pxd")
 TEST_S = 120
 HUNG_S = TEST_S + 30  # without a note: in C, where pytest cannot end it
 
@@ -105,7 +104,7 @@ class Tree:
             edits = [edit for edit in mutant.edits if edit[0] == file]
             path = self.path / file
             path.write_text(changed(path.read_text(), edits))
-        return not any(file.endswith(COMPILED) for file in files) or self.build()
+        return not mutant.is_compiled or self.build()
 
     def build(self):
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
