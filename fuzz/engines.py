@@ -8,17 +8,26 @@ from typing import TYPE_CHECKING
 from fuzz import bodies
 from fuzz.headers import mutate
 from fuzz.model import Model
-from fuzz.source import Source
+from fuzz.source import Source, check
 from fuzz.twins import Twins
 from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import Limits
 from reducer.errors import RankLostError, ReductionError, ReductionTimeout
-from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
+from reducer.wire.constants import (
+    COMPILED_FEATURES,
+    MAX_ROUNDS_AHEAD,
+    NONCE_DIGITS,
+    DType,
+    MessageType,
+    ReduceOp,
+)
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Hello, Loss, encode, encode_error
+from reducer.wire.messages import Hello, Loss, Stream, Welcome, decode, encode, encode_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fuzz.twins import Answers
 
 M = MessageType
 JOBS = ("a", "b")
@@ -46,7 +55,9 @@ class World:
         self.now = 0.0
         self._source = source
         self._peers = list(PEERS)
+        self._links: dict[str, dict[int, bytes]] = {}  # peers by ticket, and by number
         self._last = (self._peers[0], b"", b"")
+        self._answers: Answers = {}  # to that
         # What each peer said it is; the engine may have refused it.
         self._said = {peer: Header(M.HELLO, rank=at % 2) for at, peer in enumerate(self._peers)}
         self._steps: tuple[Callable[[], None], ...] = (
@@ -68,6 +79,8 @@ class World:
             self._tick,
             self._vanish,
             self._drain,
+            self._stream,
+            self._resume,
         )
 
     def run(self) -> None:
@@ -94,8 +107,14 @@ class World:
         self.model.ask(peer)
         answers = self.twins.do(lambda twin: twin.receive(peer, frame, payload))
         self.model.spoke(frame, payload, answers)
-        for dropped in self.twins.dropped():
+        for welcomed, messages in answers.items():
+            for header, body in messages:
+                if Header.unpack(header).type is M.WELCOME:
+                    self._links[decode(Welcome, body).ticket] = {0: welcomed}
+        self.twins.dropped()
+        for dropped in [one for one in self._peers if one in self.twins.plain.dropped]:
             self._return(dropped)
+        self._answers = answers
 
     def _return(self, peer: bytes) -> None:
         """Let who was dropped come back over a new connection, which has another name."""
@@ -148,7 +167,7 @@ class World:
             self._introduce(
                 self._peers[rank],
                 Header(M.HELLO, rank=rank, watermark=watermark, window=1 << 16),
-                Hello(JOBS[0], world_size, 2, 0, chunk_bytes),
+                Hello(JOBS[0], world_size, 2, 0, chunk_bytes, features=COMPILED_FEATURES),
             )
 
     def _introduce(self, peer: bytes, header: Header, hello: Hello) -> None:
@@ -169,12 +188,45 @@ class World:
         job, world_size = source.pick(JOBS), source.pick((2, 2, 1, 3, 4, 1 << 16))
         chunk_bytes = source.pick((CHUNK, 0, 1 << 12))
         if not source.chance(4):
-            return self._introduce(peer, header, Hello(job, world_size, 2, 0, chunk_bytes))
+            hello = Hello(job, world_size, 2, 0, chunk_bytes, features=COMPILED_FEATURES)
+            return self._introduce(peer, header, hello)
         if source.chance(2):
             header = mutate(header, source)
         header = header._replace(job=fingerprint(job))
         self._said[peer] = header
         return self._say(peer, header.pack(), bodies.nearly(Hello, source))
+
+    def _show(self, peer: bytes, kind: MessageType) -> tuple[Stream, int, Answers]:
+        """Have a peer show a ticket; return that, where it goes on, and the answers."""
+        source = self._source
+        ticket = source.pick((*self._links, "0" * NONCE_DIGITS))
+        shown = Stream(ticket, source.below(4), attempt=source.below(3))
+        offset = source.number(64)
+        body = bodies.nearly(Stream, source) if source.chance(8) else encode(shown)
+        self._say(peer, Header(kind, offset=offset).pack(), body)
+        return shown, offset, self._answers
+
+    def _stream(self) -> None:
+        """Make a peer a further stream of a link."""
+        peer = self._source.pick(self._peers)
+        shown, _, answers = self._show(peer, M.STREAM)
+        if M.STREAM not in [Header.unpack(frame).type for frame, _ in answers.get(peer, ())]:
+            return
+        link = self._links[shown.ticket]
+        check(shown.number not in link, f"number {shown.number} is good once")
+        check(self.model.is_member(link[0]), "a ticket is good while its member is here")
+        link[shown.number] = peer
+        self._said[peer] = self._said[link[0]]
+
+    def _resume(self) -> None:
+        """Have a connection of a link go on over that of a peer."""
+        peer = self._source.pick(self._peers)
+        shown, offset, _ = self._show(peer, M.RESUME)
+        for broken, fresh, at in self.twins.resumed():
+            link = self._links[shown.ticket]
+            check((broken, fresh) == (link.get(shown.number), peer), f"{broken!r} goes on")
+            check(at == offset, f"it goes on at {offset}, not at {at}")
+            check(self.model.is_member(link[0]), "a ticket is good while its member is here")
 
     # -- all-reduces --------------------------------------------------------------------------
 

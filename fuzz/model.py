@@ -70,9 +70,14 @@ class Model:
 
     def ask(self, peer: bytes) -> None:
         """Take note of who is about to speak, and as whom."""
-        self._before = self._engine._members.find(peer)
+        members = self._engine._members
+        self._before = members.find(members.main(peer))
         self._deaf = peer in self._engine.dropped
         self._counted = self._counts()
+
+    def is_member(self, peer: bytes) -> bool:
+        """Whether a peer speaks for a rank."""
+        return self._engine._members.find(peer) is not None
 
     def spoke(self, frame: bytes, payload: bytes, answers: Answers) -> None:
         """Check what a message has led to."""
@@ -198,14 +203,19 @@ class Model:
         check(job.max_chunk_bytes <= self._limits.max_chunk_bytes, "chunks are too large")
         for rank, member in job.members.items():
             check(member.held == held[rank], f"rank {rank} holds {held[rank]}, not {member.held}")
-            most = member.window + SPARE_CHUNKS * charge(job.max_chunk_bytes)
+            spare = SPARE_CHUNKS * charge(job.max_chunk_bytes)
+            windows = 2 if self._engine.streams(member.peer) else 1
+            most = windows * member.window + spare
             check(member.held <= most, f"rank {rank} holds {member.held} of {most}")
+            needed = (job.world_size + 1) * (member.window + spare)
+            check(job.reserved >= needed, f"{job.reserved} of {needed} bytes are set aside")
 
     def left(self) -> None:
         """Check that nothing is left when everybody has gone."""
         engine = self._engine
         check(engine.jobs == [] and engine.held() == 0, "nothing is held when all have gone")
-        rest = engine._members._by_peer, engine._unreachable, engine._contests
+        rest = [engine._members._by_peer, engine._unreachable, engine._contests]
+        rest += [engine._members._tickets, engine._members._mains, engine._members._streams]
         check(not any(rest), f"nothing is remembered when all have gone: {rest}")
 
 

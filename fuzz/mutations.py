@@ -83,6 +83,61 @@ MUTATIONS = {
             ),
         ),
     ),
+    "stream-outlives-its-link": Mutation(
+        "a further stream is remembered as one when its member has left",
+        "engine",
+        (
+            (
+                "reducer/engine/jobs.py",
+                "                del self._mains[peer]\n",
+                "                pass\n",
+            ),
+        ),
+    ),
+    "first-connection-goes-on": Mutation(
+        "whichever connection a RESUME is for, the link's first one goes on",
+        "engine",
+        (
+            (
+                "reducer/engine/engine.py",
+                "self._members.stream(main, stream.number, key)",
+                "self._members.stream(main, 0, key)",
+            ),
+        ),
+    ),
+    "window-not-set-aside": Mutation(
+        "a window is granted that nothing is set aside for",
+        "engine",
+        (
+            (
+                "reducer/engine/jobs.py",
+                "        job.reserved = job.rounds.reserved = _needed(job, job.window)\n",
+                "",
+            ),
+        ),
+    ),
+    "streams-count-from-0": Mutation(
+        "a worker says STREAM with the number of the link's first connection",
+        "session",
+        (
+            (
+                "worker_client/protocol/joining.py",
+                "for number in range(1, streams):",
+                "for number in range(streams - 1):",
+            ),
+        ),
+    ),
+    "goes-on-unasked": Mutation(
+        "connections of a worker go on though its reducer does not speak RESUME",
+        "session",
+        (
+            (
+                "worker_client/protocol/joining.py",
+                "        if link.resumes:\n",
+                "        if self._spec.resumes:\n",
+            ),
+        ),
+    ),
     "sealed-twice": Mutation(
         "a sealed frame may come again",
         "zmtp",

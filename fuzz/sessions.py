@@ -22,18 +22,41 @@ from reducer.errors import (
     RemoteProtocolError,
     StaleGenerationError,
 )
-from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, MessageType, ReduceOp
+from reducer.wire.constants import (
+    FAR_S,
+    MAX_STREAMS,
+    NO_SEQUENCE,
+    NONCE_DIGITS,
+    PLACES,
+    DType,
+    Feature,
+    MessageType,
+    ReduceOp,
+)
 from reducer.wire.header import Header, fingerprint
-from reducer.wire.messages import Challenge, Loss, Stragglers, Welcome, encode, encode_error
+from reducer.wire.messages import (
+    Challenge,
+    Loss,
+    Stragglers,
+    Stream,
+    Welcome,
+    decode,
+    encode,
+    encode_error,
+)
 from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.spec import JobSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from worker_client.protocol.flight import Resumption
+
 M = MessageType
 MOST_STEPS = 150  # of one input; what is longer only takes longer
 BLOCK = DType.BLOCK8.itemsize
+ROUND_TRIPS_S = (0.0, FAR_S, 0.06, 3.0)
+TICKET = "a" * NONCE_DIGITS
 SIZES = (BLOCK, BLOCK, 4 * BLOCK, 0, 8, 1 << 16)
 # Of the first two calls, of the first question, and of none.
 NUMBERS = (NO_SEQUENCE, FIRST_PLACE, FIRST_PLACE + PLACES, 2 * PLACES, 3)
@@ -74,13 +97,16 @@ class Life:
                 chunk_bytes=source.pick((BLOCK, BLOCK, 0)),
                 fallback=source.chance(3),
                 elastic=source.chance(4),
+                streams=0,
+                resumes=True,
                 patience_s=source.pick((math.inf, 1.0)),
                 hosts={len(reducers) - 1: world_size - 1} if hosted else {},
             )
         )
         self.calls: list[Call] = []
         self.ended: dict[int, type | None] = {}
-        self._up: set[int] = set()
+        self._up: dict[int, float] = {}  # round trips of links
+        self._features = Feature(0)  # that the latest WELCOME has named
         self._in_flight: list[tuple[int, Header]] = []
         self._steps: tuple[Callable[[], None], ...] = (
             self._connect,
@@ -154,7 +180,24 @@ class Life:
             self.ended[number] = None
 
     def _on_reset(self, link: int) -> None:
-        self._up.discard(link)
+        self._up.pop(link, None)
+
+    def _on_add_streams(self, link: int, header: bytes, payloads: tuple[bytes, ...]) -> None:
+        check(Header.unpack(header).type is M.STREAM, "a further stream begins with STREAM")
+        said = [decode(Stream, payload) for payload in payloads]
+        numbers = [one.number for one in said]
+        check(numbers == list(range(1, 1 + len(said))), f"each number is said once: {numbers}")
+        check(0 < len(said) < MAX_STREAMS, f"a link has at most {MAX_STREAMS} connections")
+        check(self._up[link] >= FAR_S, "a link has further streams if it is far")
+        check({one.ticket for one in said} == {TICKET}, "streams show the ticket of the link")
+
+    def _on_keep(self, link: int, resumption: Resumption) -> None:
+        check(link in self._up, "a connection goes on that is there")
+        check(Feature.RESUME in self._features, "and if the reducer has said so")
+        header, payload = resumption.message(3, 2, 77)
+        said = Header.unpack(header)
+        check((said.type, said.offset) == (M.RESUME, 77), "a RESUME says what was read")
+        check(decode(Stream, payload) == Stream(TICKET, 3, attempt=2), "and of which connection")
 
     def _on_connect(self, endpoint: str) -> None:
         check(endpoint.rpartition(":")[2].isdigit(), f"{endpoint} has a port")
@@ -183,16 +226,18 @@ class Life:
         self._do(lambda twin: twin.session.receive(link, frame, payload, self.now))
 
     def _connect(self) -> None:
-        self._reach(self._link())
+        at = self._source.byte()
+        links = min(255, len(self.workers.plain.links))
+        self._reach(at % links, ROUND_TRIPS_S[at // links % len(ROUND_TRIPS_S)])
 
-    def _reach(self, link: int) -> None:
-        self._up.add(link)
-        self._do(lambda twin: twin.session.connected(link))
+    def _reach(self, link: int, round_trip_s: float = 0.0) -> None:
+        self._up[link] = round_trip_s
+        self._do(lambda twin: twin.session.connected(link, round_trip_s))
 
     def _disconnect(self) -> None:
         link = self._link()
         if link in self._up:
-            self._up.remove(link)
+            del self._up[link]
             self._do(lambda twin: twin.session.disconnected(link, "was cut"))
 
     def _tick(self) -> None:
@@ -217,7 +262,10 @@ class Life:
     def _welcome(self) -> None:
         source = self._source
         header = Header(M.WELCOME, window=source.pick((4096, 4096, 0, 64, 1 << 40, (1 << 64) - 1)))
-        body = encode(Welcome("1", features=source.below(2), lanes=(5, 6)[: source.below(3)]))
+        self._features = Feature(source.below(8))
+        ticket = TICKET if self._features & ~Feature.CREDIT else ""
+        lanes = (5, 6)[: source.below(3)]
+        body = encode(Welcome("1", features=self._features, lanes=lanes, ticket=ticket))
         if source.chance(4):
             body = bodies.nearly(Welcome, source)
         elif source.chance(8):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from fuzz.source import check
 from reducer import kernels
+from reducer.engine import jobs
 from reducer.engine.engine import Engine
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.errors import ConfigError
 from reducer.runtime import implementation
-from reducer.wire.constants import MessageType
+from reducer.wire.constants import COMPILED_FEATURES, NONCE_DIGITS, MessageType
 from reducer.wire.header import Header
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Twin:
 
     Attributes:
         taken: messages that never reached the engine.
+        resumed: connections that were to go on over others with the latest message.
     """
 
     def __init__(self, name: str, memory_limit: int, limits: Limits = NO_LIMITS) -> None:
@@ -40,6 +43,8 @@ class Twin:
         chosen = implementation.select(name, table)
         self.name = name
         self.taken = 0
+        self.resumed: list[tuple[bytes, bytes, int]] = []
+        self._tickets = 0
         self.engine = Engine(
             table,
             chosen.slots,
@@ -47,6 +52,7 @@ class Twin:
             incarnation="1",
             address="here:1",
             limits=limits,
+            features=COMPILED_FEATURES,
         )
         self._core: Core | None = None
         if name == "compiled":
@@ -61,7 +67,14 @@ class Twin:
             if sends is not None:
                 self.taken += 1
                 return sends
-        return self.engine.receive(peer, frame, payload)
+        sends = self.engine.receive(peer, frame, payload)
+        self.resumed = self.engine.newly_resumed()
+        return sends
+
+    def ticket(self) -> str:
+        """Return another one each time, but the same as the other twins."""
+        self._tickets += 1
+        return f"{self._tickets:0{NONCE_DIGITS}x}"
 
 
 def names() -> tuple[str, ...]:
@@ -95,11 +108,27 @@ class Twins:
         Raises:
             ViolationError: they do not give the same answers.
         """
-        answers, *others = [_by_peer(act(twin)) for twin in self.all]
+        answers, *others = [self._act(twin, act) for twin in self.all]
         for twin, other in zip(self.all[1:], others, strict=True):
             check(_lagging(other, answers), f"plain answers {answers}, {twin.name} {other}")
             self._compare(twin.engine)
         return answers
+
+    @staticmethod
+    def _act(twin: Twin, act: Callable[[Twin], list[Send]]) -> Answers:
+        twin.resumed = []
+        with patch.object(jobs, "nonce", twin.ticket):
+            return _by_peer(act(twin))
+
+    def resumed(self) -> list[tuple[bytes, bytes, int]]:
+        """Return what the latest message has go on over another connection; see `Engine`.
+
+        Raises:
+            ViolationError: it is not the same everywhere.
+        """
+        found, *others = [twin.resumed for twin in self.all]
+        check(all(other == found for other in others), f"those go on: {found}, not {others}")
+        return found
 
     def dropped(self) -> list[bytes]:
         """Return the peers that were dropped since this was asked last.

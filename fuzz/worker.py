@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuzz.source import check
 from reducer.errors import ConfigError
-from worker_client.protocol.flight import Connect, Finish, HandOver, Reset, Send
+from worker_client.protocol.flight import (
+    AddStreams,
+    Connect,
+    Finish,
+    HandOver,
+    Keep,
+    Reset,
+    Send,
+)
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.session import Session
 from worker_client.runtime import implementation
@@ -68,10 +76,8 @@ class Twin:
         if isinstance(action, HandOver):
             unfinished = [call.operation for call in action.calls if call.operation is not None]
             return "hand over", tuple(map(self.number, unfinished))
-        if isinstance(action, Reset):
-            return "reset", action.link
-        assert isinstance(action, Connect)
-        return "connect", action.endpoint
+        kinds = {Reset: "reset", AddStreams: "add streams", Keep: "keep", Connect: "connect"}
+        return kinds[type(action)], *action
 
 
 def names() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from worker_client.commands.demo.ranks import pipe
 READY = "reducer ready on "
 START_S = 60.0
 END_S = 60.0  # a machine may be busy
-PORTS = range(20_000, 32_000)  # below those that the system gives to connections
+PORTS = range(20_000, 32_000)  # below the ports that the kernel gives to outgoing connections
 
 
 class Reducer:
@@ -36,8 +36,8 @@ class Reducer:
 
     Attributes:
         address: where it listens, ``host:port``, once `is_ready` or `await_ready` has said so.
-        pid: its process.
-        process: likewise.
+        pid: the number of its process.
+        process: its process.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ WHERE_LINES = 60  # of a rank that is aborted
 
 
 class Ranks:
-    """All ranks of one training, from enter to exit, which kills those that have not ended.
+    """All ranks of one training, which are killed when the context ends if they still run.
 
     Args:
         module: started as ``python -m MODULE ARGUMENTS`` with the launcher's usual environment.
@@ -28,7 +28,7 @@ class Ranks:
         arguments: of the module; it gets them as JSON.
         servers: addresses of the reducers; none: each rank hosts one.
         environment: of all ranks, besides the usual one.
-        per_rank: that of each, likewise.
+        per_rank: the environment of each rank, besides that of all.
 
     Attributes:
         running: how many have not ended.

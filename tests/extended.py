@@ -81,7 +81,6 @@ BY_FILE = {
     },
     "tests/sim/test_simulator.py": {
         "test_the_guarantee_holds_whatever": ("test_the_guarantee_holds_in_many_more_worlds",),
-        "test_a_broken_rule_is_noticed": ("test_the_stored_seed_is_the_first_that_notices",),
         "test_a_broken_rule_is_noticed[": tuple(
             f"test_a_broken_rule_is_noticed[{rule}]"
             for rule in (

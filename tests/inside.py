@@ -24,7 +24,7 @@ def blocks(client):
 
 
 def connections(guard):
-    """What the kernel has of a connection, and its end, no peer can ask for."""
+    """No peer can ask for what the guard knows of a connection."""
     return guard._connections
 
 

@@ -3,7 +3,7 @@
     python -m tests.containers.chart
 
 writes `chart.json`, in which each place that differs has both values; of what is not there, null.
-Look at what has changed in it: it is what `helm template` renders, byte for byte.
+Review the differences of `chart.json` after each run: a test compares it byte for byte.
 """
 
 import json

@@ -267,7 +267,7 @@ def total(clients, name=None):
     return each(clients, call)
 
 
-def test_calls_of_all_kinds_are_over_whoever_has_joined(job, newcomers):
+def test_calls_of_all_kinds_include_every_rank_that_has_joined(job, newcomers):
     clients = job(2, **CONTINUE)
     assert total(clients, "named") == [11, 11]
     before = clients[0].calls

@@ -1,8 +1,8 @@
 """Puts the mutants into copies of the tree, one by one, and notes which tests notice.
 
 It goes on where the latest run has stopped: first all mutants meet the tests that need no socket,
-and then those that are left meet the others. A test counts when it fails twice, and does not
-without the mutant. The tree itself stays as it is; so commit a change of the
+and then the mutants that nothing noticed meet the other tests. A test counts when it fails twice
+with the mutant and passes without it. The tree itself stays as it is; so commit a change of the
 tests before its mutants are run with `--again`.
 """
 
@@ -45,7 +45,7 @@ class Matrix:
         self._until = time.monotonic() + 60 * given.minutes
         self._lock = threading.Lock()
         self._running = set()
-        # The latest of those that changed what mutants change.
+        # The latest commit that changed the product, which mutants change.
         self._commit = subprocess.check_output(
             ["git", "log", "-1", "--format=%h", "--abbrev=9", "--", "reducer", "worker_client"],
             text=True,

@@ -3,8 +3,15 @@
 Messages lie in the caller's memory until they have left the worker's process, as they are sent from
 there: what the caller writes before that changes what the reducer gets. Of what lies there when the
 worker closes the connection some may be with the kernel, and nothing else is read any more.
+
+In a far network a connection may outlive its socket. What the compiled transports do for that with
+bytes is done here with messages, each of which counts as one byte: an end keeps what it has sent
+until it has arrived, and sends it again over the socket with which the connection goes on. What is
+said about that, and by whom, is the business of the sessions and engines.
 """
 
+from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
 from reducer.wire.constants import MessageType
@@ -49,6 +56,19 @@ class Connection:
         place: the reducer and its lane.
         faults: how likely a message is repeated or overtaken.
         name: for the reducer: its transport's name of the peer.
+
+    Attributes:
+        number: which connection of its link it is: 0 is the first one.
+        carries: the reducer takes contributions that come over it.
+        kept: whether each end, should the socket break, waits for another one.
+        suspended: whether each end does so.
+        resumes: the connection that is to go on over this one.
+        fresh: the other way round.
+        attempts: how often the worker has asked for that.
+        until: for how long it does, seconds.
+        socket: over how many others the connection has gone on.
+        arrived: messages that have, by their sender.
+        last_arrival: when the latest of them that has left arrives, seconds.
     """
 
     def __init__(  # noqa: PLR0917 (all of them differ)
@@ -65,8 +85,18 @@ class Connection:
         self._ends = ends
         self._faults = faults
         self._leaves = [0.0, 0.0]  # when the latest message of each direction leaves its process
-        self._last = [0.0, 0.0]  # and when it arrives
+        self.last_arrival = [0.0, 0.0]
         self._kept_back = [False, False]  # something has not left before the end was closed
+        self.number = 0
+        self.carries = True
+        self.kept = [False, False]
+        self.suspended = [False, False]
+        self.resumes = self.fresh = None
+        self.attempts = 0
+        self.until = 0.0
+        self.socket = 0
+        self.arrived = [0, 0]
+        self._under_way = deque(), deque()  # by sender: what has left, and has not arrived
 
     def send(self, end, message):
         """Send from the worker's end (0) or the reducer's (1)."""
@@ -77,13 +107,15 @@ class Connection:
         leaving = Leaving(message)
         if end == 0:
             self.leaving.append(leaving)
-        self._clock.at(self._leaves[end], lambda: self._leave(end, leaving))
+        self._clock.at(self._leaves[end], lambda: self.leave(end, leaving))
 
-    def _leave(self, end, leaving):
-        if end == 0 and self.open[0] and (self.cut or self._ends[1].stopped):
+    def leave(self, end, leaving):
+        """Have a message leave its process, if that can be."""
+        stuck = self.cut or self.suspended[0] or self._ends[1].stopped
+        if end == 0 and self.open[0] and stuck:
             # Nobody takes it: it stays in its sender's memory until the connection is closed.
             self._leaves[0] = max(self._leaves[0], self._clock.now + STUCK_S)
-            self._clock.after(STUCK_S, lambda: self._leave(0, leaving))
+            self._clock.after(STUCK_S, lambda: self.leave(0, leaving))
             return
         message = leaving.message
         if end == 0:
@@ -93,20 +125,61 @@ class Connection:
             if self._kept_back[end]:
                 return
         message = Message(message.header, bytes(message.payload or b""))
-        travels = self._rng.uniform(0.0001, self._faults.latency_s)
-        arrival = max(self._last[end], self._clock.now + travels)
-        if message.data and self._rng.random() < self._faults.swap:
-            arrival += self._faults.latency_s  # what follows overtakes it
-        else:
-            self._last[end] = arrival
-        self._clock.at(arrival, lambda: self._arrive(end, message))
-        if message.data and self._rng.random() < self._faults.repeat:
-            again = arrival + self._rng.uniform(0.0, 2 * self._faults.latency_s)
-            self._clock.at(again, lambda: self._arrive(end, message))
+        if self._faults.far_s:
+            self._under_way[end].append(message)
+        self._travel(end, message)
 
-    def _arrive(self, end, message):
-        if self.open[1 - end] and not self.cut:
+    def _travel(self, end, message):
+        socket, faults = self.socket, self._faults
+        travels = faults.far_s / 2 + self._rng.uniform(0.0001, faults.latency_s)
+        arrival = max(self.last_arrival[end], self._clock.now + travels)
+        # Of a far link's messages the streams overtake each other, but not those of one of them.
+        loose = message.data and not faults.far_s
+        if loose and self._rng.random() < faults.swap:
+            arrival += faults.latency_s  # what follows overtakes it
+        else:
+            self.last_arrival[end] = arrival
+        self._clock.at(arrival, lambda: self._arrive(end, message, socket))
+        if loose and self._rng.random() < faults.repeat:
+            again = arrival + self._rng.uniform(0.0, 2 * faults.latency_s)
+            self._clock.at(again, lambda: self._arrive(end, message, socket))
+
+    def _arrive(self, end, message, socket):
+        if self.open[1 - end] and not self.cut and socket == self.socket:
+            if self._faults.far_s:
+                self._under_way[end].popleft()
+            self.arrived[end] += 1
             self._ends[1 - end].arrived(self, message)
+
+    def go_on(self, fresh, arrived):
+        """Have the reducer's end go on over another connection's socket, and say so there first.
+
+        Args:
+            fresh: the other connection, which the worker then closes.
+            arrived: messages that the worker has got, as it has said.
+        """
+        answer = Header(MessageType.RESUME, offset=self.arrived[0])
+        fresh.leave(1, Leaving(Message(answer.pack(), None)))
+        self.socket += 1
+        self.cut = fresh.cut
+        self.last_arrival[1] = max(self.last_arrival[1], fresh.last_arrival[1])
+        self.send_again(1, arrived)
+
+    def send_again(self, end, arrived):
+        """Go on at one end with what has not arrived.
+
+        Args:
+            end: of the sender.
+            arrived: messages that the other end has got, as that has said.
+        """
+        said = f"connection {self.name!r} goes on at {arrived}, not at {self.arrived[end]}"
+        assert arrived == self.arrived[end], said
+        self.suspended[end] = False
+        if self.cut or not self.open[1 - end]:  # that socket has broken already
+            self._notice(end)
+            return
+        for message in self._under_way[end]:
+            self._travel(end, message)
 
     def close(self, end):
         """Close one end; the other one notices, sooner or later."""
@@ -115,25 +188,41 @@ class Connection:
             self._notice(1 - end)
 
     def reset(self):
-        """Both ends notice at once or soon, and what was on its way is lost."""
+        """Both ends notice at once or soon, and what was on its way is lost, or sent again."""
         self.cut = True
         self._notice(0)
         self._notice(1)
+        if self.fresh is not None:  # whose socket the reducer may use for this one already
+            self.fresh.reset()
 
     def partition(self):
         """Nothing arrives any more; both ends notice by their heartbeats."""
         self.cut = True
         for end in range(2):
-            self._clock.after(self._rng.uniform(*HEARTBEATS_S), lambda end=end: self._end(end))
+            self._clock.after(
+                self._rng.uniform(*HEARTBEATS_S), partial(self._end, end, self.socket, silent=True)
+            )
+        if self.fresh is not None:
+            self.fresh.partition()
 
-    def _notice(self, end):
-        soon = self._rng.choice((0.0, 0.001, 0.02, 0.2))
-        self._clock.after(soon * self._rng.random(), lambda: self._end(end))
-
-    def _end(self, end):
+    def give_up(self, end):
+        """Wait at one end no longer for another socket."""
         if self.open[end]:
             self._shut(end)
             self._ends[end].broken(self)
+
+    def _notice(self, end):
+        soon = self._rng.choice((0.0, 0.001, 0.02, 0.2))
+        self._clock.after(soon * self._rng.random(), partial(self._end, end, self.socket))
+
+    def _end(self, end, socket, *, silent=False):
+        if socket != self.socket:
+            return  # of an earlier socket
+        if silent or not self.kept[end]:
+            self.give_up(end)
+        elif self.open[end] and not self.suspended[end]:
+            self.suspended[end] = True
+            self._ends[end].suspended(self)
 
     def detach(self, buffer):
         """Read a buffer no more: what lies there of it is copied."""

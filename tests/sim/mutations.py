@@ -1,13 +1,20 @@
 """Rules that are broken on purpose: a simulator that does not notice would show nothing."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from reducer.engine import engine, rounds
+from reducer.engine.engine import Engine
+from reducer.engine.jobs import Membership
+from reducer.engine.rounds import Send
 from reducer.engine.slots import Round
-from reducer.wire.constants import MAX_LANES
+from reducer.wire.constants import MAX_LANES, MessageType
+from reducer.wire.header import Header
+from reducer.wire.messages import Stream, decode, encode
 from worker_client.protocol.failover import Failover
+from worker_client.protocol.flight import Resumption
 from worker_client.protocol.joining import Joining
 from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
 from worker_client.protocol.plain_flight import PlainFlight
@@ -17,6 +24,8 @@ _end_well = PlainFlight.take
 _next = PlainFlight._next
 _give_number = Numbering.give
 _give_up = Joining.give_up
+_resume = Engine._resume
+_say_resume = Resumption.message
 _stage = ShardMap.stage
 _take_out = Failover._take_out
 _use = Plan.use
@@ -116,6 +125,30 @@ def _use_all_known_lanes(self, links, taking_part):
     _use(self, links, dict.fromkeys(taking_part, MAX_LANES))
 
 
+def _take_for_strangers(self, peer):
+    """Take further streams of links for strangers, though the reducer has agreed to them."""
+    del self
+    return peer
+
+
+def _grant_what_is_asked(self, job, member, header, payload):
+    """Grant a window without setting it aside."""
+    del self, job, payload
+    return [Send(member.peer, Header(MessageType.CREDIT, window=header.window).pack(), None)]
+
+
+def _go_on_with_the_first(self, peer, header, payload, key):
+    """Go on with a link's first connection, whichever has broken."""
+    said = decode(Stream, payload)
+    return _resume(self, peer, header, encode(replace(said, number=0)), key)
+
+
+def _go_on_from_the_start(self, number, attempt, read):
+    """Ask a reducer for all that it has ever sent over a connection."""
+    del read
+    return _say_resume(self, number, attempt, 0)
+
+
 class Mutation(NamedTuple):
     """One broken rule.
 
@@ -123,8 +156,8 @@ class Mutation(NamedTuple):
         owner: of the rule, a class or a module.
         name: of its attribute.
         instead: what replaces it.
-        seed: the first that notices; `python -m tests.sim --mutations` finds it anew when the
-            world of a seed has changed.
+        seed: one that notices, to be tried first. `python -m tests.sim --mutations` finds another
+            one when the worlds of seeds have changed.
     """
 
     owner: Any
@@ -141,7 +174,7 @@ MUTATIONS = {
     "rank-lost-at-once": Mutation(engine, "AWAY_S", 0.0, seed=166),
     "refusals-unnumbered": Mutation(Numbering, "give", _number_what_is_done, seed=1),
     "failures-alone": Mutation(Calls, "_others", _fail_alone, seed=1),
-    "questions-not-declined": Mutation(rounds, "_unasked", _decline_nothing, seed=7),
+    "questions-not-declined": Mutation(rounds, "_unasked", _decline_nothing, seed=14),
     "nobody-adopted": Mutation(ShardMap, "stage", _only_the_first_stage, seed=10),
     "adopted-unclaimed": Mutation(Failover, "_claim_all", _claim_nothing, seed=60),
     "failures-untold": Mutation(Aborts, "welcomed", _tell_nothing, seed=124),
@@ -149,6 +182,10 @@ MUTATIONS = {
     "calls-uncounted": Mutation(Numbering, "give", _number_by_place, seed=1),
     "two-maps": Mutation(Joining, "give_up", _give_up_hosts, seed=15),
     "lanes-not-agreed": Mutation(Plan, "use", _use_all_known_lanes, seed=15),
+    "streams-of-strangers": Mutation(Membership, "main", _take_for_strangers, seed=4),
+    "credit-not-set-aside": Mutation(Engine, "_credit", _grant_what_is_asked, seed=10),
+    "another-goes-on": Mutation(Engine, "_resume", _go_on_with_the_first, seed=7),
+    "all-sent-again": Mutation(Resumption, "message", _go_on_from_the_start, seed=7),
 }
 
 # What only one world in thousands notices.

@@ -8,6 +8,7 @@ What must hold is checked with every all-reduce that ends, and when all is over.
 import math
 import random
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -17,22 +18,23 @@ from unittest.mock import patch
 import numpy as np
 
 from reducer import kernels
+from reducer.clock import SPARE_ROUND_TRIPS
 from reducer.errors import (
     LocalProtocolError,
     MismatchError,
     RankLostError,
     ReducerLostError,
 )
-from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
+from reducer.wire.constants import PLACES, RESUME_S, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import mixed_weights
 from reducer.wire.states import LinkState
 from tests.engine.twins import Served, session
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
-from worker_client.protocol import agreement
+from worker_client.protocol import agreement, flow_control
 from worker_client.protocol.agreement import EVERY, FIRST_CALL
-from worker_client.protocol.flight import Connect, Finish, HandOver, Reset
+from worker_client.protocol.flight import AddStreams, Connect, Finish, HandOver, Keep, Reset
 from worker_client.protocol.handover import gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, refused
 from worker_client.protocol.spec import JobSpec
@@ -74,14 +76,21 @@ class Process:
 
 
 class Reducer(Process):
-    """One start of a reducer: an engine for each of its lanes, and the connections to them."""
+    """One start of a reducer: an engine for each of its lanes, and the connections to them.
+
+    Far away it has the compiled loop, which tells the engine of each connection that ends, has
+    those go on over others that break, and sends results over all that a link has. Else it has
+    libzmq, which tells only when something is sent there.
+    """
 
     def __init__(self, world, index, address):
         super().__init__(world)
         self.index = index
         ports = tuple(range(2, world.lanes + 1))
-        made = partial(Served, world.implementation, memory_limit=MEMORY_LIMIT, address=address)
-        self.lanes = [made(lanes=ports) for _ in range(world.lanes)]
+        secret = SECRET if world.far and index in world.hosts else b""
+        made = partial(Served, world.implementation, memory_limit=MEMORY_LIMIT, secret=secret)
+        host = address.rpartition(":")[0]
+        self.lanes = [made(address=f"{host}:{port}", lanes=ports) for port in (1, *ports)]
         for lane in self.lanes:
             lane.engine.tick(world.clock.now)
         self.connections = {}
@@ -107,9 +116,64 @@ class Reducer(Process):
         lane = self.lanes[connection.lane]
         self.do(lambda: self._send(lane, lane.receive(connection.name, *message)))
 
+    @property
+    def lines(self):
+        """All connections."""
+        return list(self.connections.values())
+
     def broken(self, connection):
-        """Hear that a connection is gone; libzmq tells only when something is sent there."""
+        """Hear that a connection is gone."""
         self.connections.pop(connection.name, None)
+        if self.world.far:
+            self.do(lambda: self._end(connection))
+
+    def _end(self, connection):
+        """Tell the engine of a connection that has ended; a link's first one takes others along."""
+        lane = self.lanes[connection.lane]
+        beside = [self.connections.get(peer) for peer in lane.engine.streams(connection.name)]
+        self._send(lane, lane.engine.unreachable(connection.name))
+        for stream in filter(None, beside):
+            stream.close(1)
+            self.broken(stream)
+
+    def suspended(self, connection):
+        """Hear that a connection's socket has broken; wait until it goes on over another one."""
+        socket = connection.socket
+
+        def expire():
+            if connection.suspended[1] and connection.socket == socket:
+                connection.give_up(1)
+
+        self.world.clock.after(self.world.resume_s, lambda: self.do(expire))
+
+    def _look_after(self, lane):
+        """Do what the engine asks for besides sends."""
+        for peer in lane.engine.newly_resumable():
+            if peer in self.connections:
+                self.connections[peer].kept[1] = True
+        for peer, fresh, arrived in lane.engine.newly_resumed():
+            over, broken = self.connections.pop(fresh, None), self.connections.get(peer)
+            if over is not None and broken is None:
+                over.close(1)
+            elif over is not None:
+                assert over.resumes is broken, f"{over.resumes.name!r} goes on as {peer!r}"
+                broken.go_on(over, arrived)
+        for peer in lane.engine.contested():
+            contested = self.connections.get(peer)
+            if contested is not None and contested.suspended[1]:
+                contested.give_up(1)
+
+    def _choose(self, lane, peer, header):
+        """Return over which connection something is sent: a result goes over any of the link's."""
+        kind = Header.unpack(header).type
+        if kind is MessageType.STREAM and peer in self.connections:
+            mains = [one for one in self.lines if peer in lane.engine.streams(one.name)]
+            self.connections[peer].kept[1] = any(one.kept[1] for one in mains)
+        streams = lane.engine.streams(peer) if kind is MessageType.RESULT else ()
+        if not streams:
+            return self.connections.get(peer)
+        here = [self.connections[name] for name in (peer, *streams) if name in self.connections]
+        return self.world.rng.choice(here) if here else None
 
     def die(self):
         """SIGKILL."""
@@ -120,6 +184,9 @@ class Reducer(Process):
                 connection.close(1)
 
     def _send(self, lane, sends):
+        assert not lane.engine.newly_dropped(), "a rank has broken the protocol"
+        if self.world.far:
+            self._look_after(lane)
         for peer, header, payload in sends:
             if self.dies_after is not None:
                 self.dies_after -= 1
@@ -127,7 +194,7 @@ class Reducer(Process):
                     self.die()
             if not self.alive:
                 return
-            connection = self.connections.get(peer)
+            connection = self._choose(lane, peer, header)
             if connection is None:
                 self._send(lane, lane.engine.unreachable(peer))
             else:
@@ -152,7 +219,8 @@ class Worker(Process):
         super().__init__(world)
         self.rank = spec.rank
         self.session = session(world.implementation, spec)
-        self.connections = {}
+        self.links = {}  # the connections of each, the first one and further streams
+        self._resumptions = {}  # of links whose connections go on when they break
         self.ended = {}
         self.open = {}  # calls, and their ends
         self.started = 0
@@ -176,12 +244,18 @@ class Worker(Process):
         """Start an all-reduce."""
         self._act(self.session.submit(operation, self.world.clock.now))
 
+    @property
+    def lines(self):
+        """All connections, those as well over which others are to go on."""
+        lines = [line for lines in self.links.values() for line in lines]
+        return lines + [line.fresh for line in lines if line.fresh is not None]
+
     def leave(self):
         """Say goodbye."""
         self._act(self.session.close(LocalProtocolError("left")))
-        for link, connection in self.connections.items():
-            if self.session.links[link].state is not LinkState.LEFT:
-                connection.close(0)
+        for line in self.lines:
+            if self.session.links[line.link].state is not LinkState.LEFT:
+                line.close(0)
         self.alive = False
 
     def die(self):
@@ -189,8 +263,8 @@ class Worker(Process):
         if self.alive:
             self.alive = False
             self.world.note(f"rank {self.rank} dies")
-            for connection in list(self.connections.values()):
-                connection.close(0)
+            for line in self.lines:
+                line.close(0)
             for reducer in self.world.hosted_by(self.rank):
                 reducer.die()
             if self.world.group:
@@ -200,42 +274,113 @@ class Worker(Process):
         """Take a message."""
         self.do(lambda: self._arrived(connection, message))
 
-    def _arrived(self, connection, message):
-        if self.connections.get(connection.link) is connection:
+    def _arrived(self, line, message):
+        if line.resumes is not None:
+            self._answered(line, line.resumes, Header.unpack(message.header))
+        elif line in self.links.get(line.link, ()) and line.carries:
             now = self.world.clock.now
-            self._act(self.session.receive(connection.link, *message, now))
+            self._act(self.session.receive(line.link, *message, now))
+        elif line in self.links.get(line.link, ()):
+            if Header.unpack(message.header).type is MessageType.STREAM:
+                line.carries, line.kept[0] = True, line.link in self._resumptions
+            else:
+                self.links[line.link].remove(line)
+                line.close(0)
 
     def broken(self, connection):
         """Hear that a connection is gone."""
         self.do(lambda: self._broken(connection))
 
-    def _broken(self, connection):
-        link = connection.link
-        if self.connections.get(link) is connection:
-            del self.connections[link]
-            actions = self.session.disconnected(link, "was cut")
-            self._act(actions)
-            if Reset(link) not in actions:
-                self._connect(link, 0.05)
+    def _broken(self, line):
+        if line.resumes is not None and line.resumes.fresh is line:
+            line.resumes.fresh = None
+            self._connect_anew(line.resumes)
+        elif line in self.links.get(line.link, ()):
+            self._lose(line.link)
+
+    def _lose(self, link):
+        self._close(link)
+        actions = self.session.disconnected(link, "was cut")
+        self._act(actions)
+        if Reset(link) not in actions:
+            self._connect(link, 0.05)
+
+    def _close(self, link):
+        self._resumptions.pop(link, None)
+        for line in self.links.pop(link, ()):
+            line.close(0)
+            if line.fresh is not None:
+                line.fresh.close(0)
 
     def _connect(self, link, seconds):
         seconds += self.world.rng.uniform(0.0, 0.1)
         self.world.clock.after(seconds, lambda: self.do(lambda: self._reach(link)))
 
     def _reach(self, link):
-        if link in self.connections:
+        if link in self.links:
             return
         connection = self.world.connect(self, link)
         if connection is None:
             self._connect(link, 0.1)
             return
-        self.connections[link] = connection
-        self._act(self.session.connected(link))
+        self.links[link] = [connection]
+        self._act(self.session.connected(link, self.world.faults.far_s))
 
     def _reset(self, link):
-        if link in self.connections:
-            self.connections.pop(link).close(0)
+        self._close(link)
         self._connect(link, 0.05)
+
+    def _add_streams(self, link, header, payloads):
+        for number, payload in enumerate(payloads, 1):
+            stream = self.world.connect(self, link)
+            if stream is not None:
+                stream.number, stream.carries = number, False
+                self.links[link].append(stream)
+                stream.send(0, Message(header, payload))
+
+    def _keep(self, link, resumption):
+        self._resumptions[link] = resumption
+        self.links[link][0].kept[0] = True
+
+    def suspended(self, line):
+        """Hear that a connection's socket has broken; have it go on over another one."""
+        line.until = self.world.clock.now + self.world.resume_s
+        self.do(lambda: self._connect_anew(line))
+        self.world.clock.at(line.until, lambda: self.do(lambda: self._connect_anew(line)))
+
+    def _connect_anew(self, line):
+        """Ask for a connection to go on over another one, unless that takes too long already."""
+        if line not in self.links.get(line.link, ()) or not line.suspended[0]:
+            return
+        refused = not self.world.reducers[line.reducer].alive
+        if refused or self.world.clock.now >= line.until:
+            self._lose(line.link)
+            return
+        if line.fresh is not None:
+            return
+        line.fresh = fresh = self.world.connect(self, line.link)
+        if fresh is None:
+            self.world.clock.after(0.05, lambda: self.do(lambda: self._connect_anew(line)))
+            return
+        fresh.resumes = line
+        line.attempts += 1
+        resumption = self._resumptions[line.link]
+        said = resumption.message(line.number, line.attempts, line.arrived[1])
+        fresh.send(0, Message(*said))
+
+    def _answered(self, fresh, line, header):
+        """Take a reducer's answer to a RESUME: it agrees if it still waits for that."""
+        if line.fresh is not fresh:
+            return
+        line.fresh = None
+        fresh.close(0)
+        if header.type is MessageType.RESUME:
+            self.world.outcome.resumed += 1
+            line.send_again(0, header.offset)
+            return
+        waits = all(one.open[1] for one in self.links[line.link])
+        assert not waits, f"{line.name!r} may not go on, though the reducer waits for that"
+        self._lose(line.link)
 
     def _act(self, actions):
         for action in actions:
@@ -248,6 +393,10 @@ class Worker(Process):
             elif isinstance(action, Connect):
                 self._connect(self._links, 0.0)
                 self._links += 1
+            elif isinstance(action, Keep):
+                self._keep(*action)
+            elif isinstance(action, AddStreams):
+                self._add_streams(*action)
             else:
                 self._send(action)
         for send in self.session.flight.refill(self.world.clock.now):
@@ -258,13 +407,13 @@ class Worker(Process):
         number = self.world.number_of(finish.operation)
         assert number not in self.ended, f"rank {self.rank}: call {number} ended twice"
         if finish.error is None:
-            reads = [one for connection in self.connections.values() for one in connection.leaving]
+            reads = [one for line in self.lines for one in line.leaving]
             views = [leaving.message.payload for leaving in reads]
             mine = [view for view in views if getattr(view, "obj", 0) is finish.operation.view.obj]
             assert not mine, "a buffer is given back that is still read"
         else:  # as transports do
-            for connection in self.connections.values():
-                connection.detach(finish.operation.view.obj)
+            for line in self.lines:
+                line.detach(finish.operation.view.obj)
         lacking, ends = self.open[number]
         lacking.remove(finish.operation)
         ends.append(finish)
@@ -274,9 +423,14 @@ class Worker(Process):
             self.world.ended(self, number, ends)
 
     def _send(self, send):
-        connection = self.connections.get(send.link)
-        if connection is not None:
-            connection.send(0, Message(send.header, send.payload))
+        lines = self.links.get(send.link)
+        if lines is None:
+            return
+        line, header = lines[0], Header.unpack(send.header)
+        if len(lines) > 1 and header.type is MessageType.CONTRIBUTION:
+            line = self.world.rng.choice([one for one in lines if one.carries])
+        self.world.outcome.asked += header.type is MessageType.CREDIT
+        line.send(0, Message(send.header, send.payload))
 
     def _tick(self):
         self.do(lambda: self._act(self.session.tick(self.world.clock.now)))
@@ -378,6 +532,9 @@ HOSTED = 0.3  # of all worlds: ranks host reducers, besides those of a pool or a
 LATE = 0.4  # of all worlds: reducers may be busy when ranks join, and these begin one by one
 BUSY = 0.3  # of HELLOs there
 TWO_LANES = 0.2  # of all worlds
+FAR = 0.25  # of all worlds: reducers are far away
+FAR_CALLS = 30  # there, at most: each takes long
+SECRET = b"s" * 32  # of hosted reducers there
 BUSY_S = 8.0
 BEGIN_WITHOUT_S = 3.0
 JOINING_S = 0.01  # between two looks whether a rank has joined
@@ -388,6 +545,20 @@ ODD_KINDS = ("refused", "larger", "cut")
 HARMLESS = ("kill_reducer", "break_connection")  # where there is a process group to fall back to
 DTYPES = (DType.FLOAT32, DType.INT32, DType.UINT8, DType.BFLOAT16)
 _SUM = kernels.select()
+
+
+class Far(NamedTuple):
+    """What links to reducers have that are far away.
+
+    Attributes:
+        streams: connections; 0 for what the distance asks for.
+        resumes: a connection that breaks may go on over another one.
+        grows: windows begin small, and ranks ask for larger ones.
+    """
+
+    streams: int
+    resumes: bool
+    grows: bool
 
 
 class Odd(NamedTuple):
@@ -403,6 +574,7 @@ class Faults:
 
     process_s: float = 0.001  # at most this long a message lies in its sender's memory
     latency_s: float = 0.002
+    far_s: float = 0.0  # the shortest round trip, where reducers are far away
     repeat: float = 0.0
     swap: float = 0.0
     every_s: float = 0.1  # one event of those below, on average
@@ -425,6 +597,8 @@ class Outcome:
     supplied: int = 0
     duplicates: int = 0
     fallbacks: int = 0
+    resumed: int = 0
+    asked: int = 0
     longest_s: float = 0.0
     kinds: dict[str, int] = field(default_factory=dict)
 
@@ -436,6 +610,15 @@ class Outcome:
         self.longest_s = max(self.longest_s, other.longest_s)
         for kind, count in other.kinds.items():
             self.kinds[kind] = self.kinds.get(kind, 0) + count
+
+
+@contextmanager
+def small_windows():
+    """Have flow control's sizes be as small as the buffers here: a chunk counts as 1 KiB."""
+    sizes = {"MOST_BYTES": 1, "BUSY_BYTES": 1, "FAR_ROUND_TRIPS": 5 * 1024 // CHUNK_BYTES}
+    measured = "worker_client.protocol.session.MEASURED_BYTES"
+    with patch.multiple(flow_control, **sizes), patch(measured, 512):
+        yield
 
 
 class World:
@@ -463,6 +646,7 @@ class World:
         self.hosts = self._choose_hosts(random.Random(f"hosts {seed}"))
         self.late = random.Random(f"late {seed}").random() < LATE and not self.faults.rolling
         self.lanes = 1 + (random.Random(f"lanes {seed}").random() < TWO_LANES)  # of each reducer
+        self.far = self._choose_far(random.Random(f"far {seed}"))
         self.joined_at = math.inf  # when all ranks had begun
         self.agree_often = rng.random() < 0.5
         self._plan = [self._draw_call() for _ in range(self.calls)]
@@ -477,6 +661,8 @@ class World:
         self.addresses = tuple(f"reducer-{index}:1" for index in range(count))
         self.reducers = [Reducer(self, i, address) for i, address in enumerate(self.addresses)]
         window = rng.choice((1, 8192, 1 << 20))
+        if self.far and self.far.grows:
+            window = 0
         self.group = Group(self) if not self.faults.spare and rng.random() < 0.5 else None
         if self.hosts:  # with a process group they lose nothing else
             self.group = None
@@ -498,9 +684,12 @@ class World:
             begin_without_s=BEGIN_WITHOUT_S,
             hosts=self.hosts,
             weights=mixed_weights(self.world_size, self.pool) if self.hosts else (),
+            secret=SECRET if self.far else b"",
+            streams=self.far.streams if self.far else 1,
+            resumes=bool(self.far and self.far.resumes),
         )
         every = FIRST_CALL if self.agree_often else EVERY
-        with patch.object(agreement, "EVERY", every):
+        with small_windows(), patch.object(agreement, "EVERY", every):
             self.workers = [Worker(self, replace(spec, rank=r)) for r in range(self.world_size)]
         self._apart = {}  # ranks with two maps: since when
 
@@ -512,6 +701,23 @@ class World:
         if self.pool == 0 and self.faults.spare:
             self.faults.kinds, self.faults.rolling = (), False  # nothing may happen to a rank
         return {self.pool + rank: rank for rank in range(self.world_size)}
+
+    def _choose_far(self, rng):
+        """Let reducers be far away in some worlds."""
+        if rng.random() >= FAR:
+            return None
+        self.calls = min(self.calls, FAR_CALLS)
+        self.faults.far_s = rng.choice((0.01, 0.03, 0.1))
+        self.faults.every_s = max(self.faults.every_s, 0.3)
+        far = Far(rng.choice((0, 1, 2, 3)), rng.random() < 0.7, rng.random() < 0.5)
+        if far.resumes and "break_connection" not in self.faults.kinds:
+            self.faults.kinds += ("break_connection",)
+        return far
+
+    @property
+    def resume_s(self):
+        """How long a connection may go on after its socket broke, seconds."""
+        return RESUME_S + SPARE_ROUND_TRIPS * self.faults.far_s
 
     def hosted_by(self, rank):
         """Return the reducer that a rank hosts, if it does."""
@@ -677,9 +883,11 @@ class World:
         wait = self.rng.expovariate(1 / self.faults.every_s)
         self.clock.after(wait, self._something_happens)
 
+    def _spared(self):
+        return len(self.hosts) or 1 if self.faults.spare else 0
+
     def _victim(self):
-        spared = len(self.hosts) or 1 if self.faults.spare else 0
-        return self.rng.randrange(len(self.reducers) - spared)
+        return self.rng.randrange(len(self.reducers) - self._spared())
 
     def _kill_reducer(self):
         reducer = self.reducers[self._victim()]
@@ -698,8 +906,12 @@ class World:
             self.reducers[reducer.index] = Reducer(self, reducer.index, address)
 
     def _break_connection(self):
-        victim = self._victim()
-        connections = self._outer(self.reducers[victim])
+        # What is lost with a connection that goes on is nothing, also at a reducer that is spared.
+        connections = [line for one in self.reducers for line in self._outer(one)]
+        connections = [line for line in connections if all(line.kept) and not line.cut]
+        spared = len(self.reducers) == self._spared()
+        if not spared and not (connections and self.rng.random() < 0.5):
+            connections = self._outer(self.reducers[self._victim()])
         if connections:
             connection = self.rng.choice(connections)
             self.note(f"connection {connection.name!r} breaks")
@@ -709,7 +921,7 @@ class World:
         """Return the connections of a process to others."""
         return [
             connection
-            for connection in process.connections.values()
+            for connection in process.lines
             if not connection.name.startswith(b"%d/" % self.hosts.get(connection.reducer, -1))
         ]
 
@@ -753,6 +965,7 @@ class World:
 
     # -- a run --------------------------------------------------------------------------------
 
+    @small_windows()
     def run(self):
         """Let everything happen, check it, and return what was shown."""
         self._compare_maps()
@@ -815,7 +1028,8 @@ class World:
         if not self.faults.spare:
             return TIMEOUT_S
         chunks = self.depth * 44
-        return STALL_S + chunks * 2 * (2 * self.faults.latency_s + self.faults.process_s)
+        travels_s = self.faults.far_s + 2 * self.faults.latency_s
+        return STALL_S + chunks * 2 * (travels_s + self.faults.process_s)
 
     def _over(self):
         return all(not worker.alive or len(worker.ended) == self.calls for worker in self.workers)
@@ -876,7 +1090,7 @@ class World:
                 undone = [(c.sequence, c.epoch, c.offset) for c in carried if not c.done]
                 lines.append(
                     f"  link {link.index}: {link.state.name}, "
-                    f"connected {link.index in worker.connections}, refusal "
+                    f"connected {link.index in worker.links}, refusal "
                     f"{link.refusal}, waits {undone[:6]}, holds {len(carried) - len(undone)}"
                 )
         for reducer, lane in self._all_lanes():

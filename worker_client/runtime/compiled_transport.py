@@ -306,11 +306,11 @@ class CompiledTransport(Transport):
             yield Disconnected(link, NO_REDUCER)
 
     def _stream_ended(self, line: int, error: int) -> None:
-        """Go on without a further stream, if nothing was sent over it; else end the link."""
+        """Go on without a further stream, if no STREAM was sent over it; else end the link."""
         way = self._ways[line]
-        lines, carried = self._lines[way.link], way.carries
+        lines, spoke = self._lines[way.link], way.carries or (way.silence and way.resumes is None)
         self._hang_up(line)
-        if not carried:
+        if not spoke:
             self._try_later(way, error)
             return
         main = self._ways[lines[0]]
