@@ -453,8 +453,8 @@ def job_name(settings: WorkerConfig, group: Rendezvous | None, keys: Keys, *, al
     if group is None:
         if alone:
             base = base or secrets.token_hex(8)
-        if launched.holds_port and (place := _meeting_place(launched)):
-            base = base or f"run-{place}"
+        elif launched.holds_port and (nonce := _meeting_place(launched)):
+            base = f"{(base or 'run')[:24]}-{nonce}"  # another run may have the same id
         if not base:
             raise ConfigError(
                 "this run has no name, so nothing tells its ranks from those of another run that "
@@ -487,6 +487,8 @@ def _meeting_place(launched: Resolved) -> str:
     """Return what stands for where the ranks meet; "" if they may call that differently."""
     if launched.master_addr is None or launched.master_port is None:
         return ""
+    if launched.holds_port:
+        return rendezvous.nonce_of_torchrun(launched.master_addr, launched.master_port)
     place = host_port(launched.master_addr, launched.master_port)
     local = launched.local_world_size
     if is_loopback(place) and local not in {None, launched.world_size}:

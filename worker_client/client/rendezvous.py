@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import sys
 from contextlib import contextmanager
 from datetime import timedelta
@@ -116,7 +117,7 @@ class Rendezvous:
         Raises:
             MembershipError: the store is gone.
         """
-        with self._store_there():
+        with _store_there():
             self._store.set(f"{topic}/{self.rank}", value)
 
     def withdraw(self, topic: str) -> None:
@@ -125,7 +126,7 @@ class Rendezvous:
         Raises:
             MembershipError: the store is gone.
         """
-        with self._store_there():
+        with _store_there():
             self._store.delete_key(f"{topic}/{self.rank}")
 
     def read(self, topic: str, rank: int) -> str:
@@ -136,7 +137,7 @@ class Rendezvous:
             MembershipError: the store is gone.
         """
         key = f"{topic}/{rank}"
-        with self._store_there():
+        with _store_there():
             try:
                 self._store.wait([key], timedelta(seconds=self._timeout_s))
             except RuntimeError as error:  # of a file's store, torch has no type for a timeout
@@ -183,20 +184,44 @@ class Rendezvous:
         host: str | None = getattr(store, "host", None)
         return host
 
-    @contextmanager
-    def _store_there(self) -> Iterator[None]:
-        """Say what it means that the connection to the store has ended."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not _is_of_network(error):
-                raise
-            why = str(error).partition("\n")[0].rstrip(".")
-            raise MembershipError(
-                f"torch's store, in which the ranks meet, is gone ({why}): rank 0 or the launcher "
-                "that keeps it has ended, perhaps because of another rank: look at the output of "
-                "the other ranks for the first error"
-            ) from None
+
+def nonce_of_torchrun(host: str, port: int) -> str:
+    """Return what tells torchrun's store from any other; "" if torch is not installed here.
+
+    Two clusters may call the place where it listens alike, so that is no name. Whoever looks first
+    draws this one.
+
+    Args:
+        host: of the store.
+        port: where it listens, from before the first rank's start.
+
+    Raises:
+        MembershipError: the store is gone.
+    """
+    try:
+        from torch.distributed import TCPStore  # noqa: PLC0415 (a script may do without torch)
+    except ImportError:
+        return ""
+    with _store_there():
+        patience = timedelta(seconds=STORE_TIMEOUT_S)
+        store = TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False)
+        return bytes(store.compare_set("reduction/run", "", secrets.token_hex(8))).decode()
+
+
+@contextmanager
+def _store_there() -> Iterator[None]:
+    """Say what it means that a store cannot be reached, or not any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_network(error):
+            raise
+        why = str(error).partition("\n")[0].rstrip(".")
+        raise MembershipError(
+            f"torch's store, in which the ranks meet, is gone ({why}): rank 0 or the launcher "
+            "that keeps it has ended, perhaps because of another rank: look at the output of "
+            "the other ranks for the first error"
+        ) from None
 
 
 def _is_of_network(error: RuntimeError) -> bool:

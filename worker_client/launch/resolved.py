@@ -47,8 +47,8 @@ class Resolved:
         local_rank, local_world_size: of this process among those on its node.
         node_rank, nodes: of this node. Launchers that start one process for each node say no more.
         master_addr, master_port: where rank 0 lets the others meet.
-        holds_port: the launcher listens there from before the first rank's start until after the
-            last one's end, so that no other run can.
+        holds_port: the launcher keeps a store there from before the first rank's start until after
+            the last one's end.
         reducers: ``host:port`` of each, in the same order at every replica.
         job: its name, the same in all its processes, and not that of another job.
         generation: version of its membership.
