@@ -22,9 +22,10 @@ from reducer.planning.network_model import (
     ring_s,
     shares,
 )
+from reducer.wire.constants import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
 BUCKET_BYTES = 64 << 20  # `worker_client.ddp.DEFAULT_BUCKET_CAP_MB`
 
@@ -58,22 +59,33 @@ class Job:
     reducer_cost: float | None = None
 
     def __post_init__(self) -> None:
-        if self.workers < 2:
-            raise ConfigError(f"an all-reduce needs at least 2 workers, got {self.workers}")
-        for name in ("worker_gbps", "reducer_gbps", "nbytes", "bucket_bytes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be more than 0, got {getattr(self, name)}")
-        for name in ("backward_s", "forward_s", "round_trip_s", "worker_cost", "reducer_cost"):
-            if not 0 <= (getattr(self, name) or 0) < math.inf:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if self.mtu <= PACKET_HEADERS:
-            raise ConfigError(f"mtu must be more than {PACKET_HEADERS} bytes, got {self.mtu}")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{name} must be from {least:g} to {most:g}, got {value}")
 
     @property
     def network(self) -> Network:
         """The cards, as payload that they carry."""
         share = payload_share(self.mtu) * 1e9 / 8
         return Network(self.worker_gbps * share, self.reducer_gbps * share, self.round_trip_s)
+
+
+# Beyond these, figures would be no numbers, or take no memory that there is.
+_BOUNDS = {
+    "workers": (2, MAX_WORLD_SIZE),
+    "worker_gbps": (1e-3, 1e6),
+    "reducer_gbps": (1e-3, 1e6),
+    "nbytes": (1, 1e18),
+    "bucket_bytes": (1, 1e18),
+    "backward_s": (0, 1e9),
+    "forward_s": (0, 1e9),
+    "round_trip_s": (0, 1e9),
+    "mtu": (PACKET_HEADERS + 1, 65535),
+    "worker_cost": (0, 1e9),
+    "reducer_cost": (0, 1e9),
+}
+_MOST_REDUCERS = 10**6
 
 
 @dataclass(frozen=True)
@@ -154,7 +166,7 @@ def buckets(job: Job) -> int:
     return math.ceil(job.nbytes / job.bucket_bytes)
 
 
-def plan(job: Job, pools: Iterable[int] = ()) -> Plan:
+def plan(job: Job, pools: Collection[int] = ()) -> Plan:
     """Plan a job.
 
     Args:
@@ -162,12 +174,13 @@ def plan(job: Job, pools: Iterable[int] = ()) -> Plan:
         pools: sizes of the pool to compare; none for powers of two up to the number needed.
 
     Raises:
-        ConfigError: a size is negative.
+        ConfigError: a size is negative, or beyond all reason.
     """
     needed = reducers_needed(job.workers, job.worker_gbps, job.reducer_gbps)
     sizes = sorted(set(pools)) or default_sizes(needed)
-    if sizes[0] < 0:
-        raise ConfigError(f"a pool has 0 reducers or more, got {sizes[0]}")
+    for size in sizes if pools else ():
+        if not 0 <= size <= _MOST_REDUCERS:
+            raise ConfigError(f"a pool has 0 to {_MOST_REDUCERS} reducers, got {size}")
     network, bucket = job.network, job.nbytes / buckets(job)
     ring = ring_s(job.nbytes, job.workers, network)
     ring_step = step_s(job, ring, ring_s(bucket, job.workers, network))

@@ -167,13 +167,17 @@ def test_default_sizes(needed):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"workers": 1}, "at least 2 workers"),
-        ({"worker_gbps": 0.0}, "worker_gbps must be more than 0"),
-        ({"reducer_gbps": float("nan")}, "reducer_gbps must be more than 0"),
-        ({"nbytes": 0}, "nbytes must be more than 0"),
-        ({"backward_s": -1.0}, "backward_s must not be negative"),
-        ({"reducer_cost": -1.0}, "reducer_cost must not be negative"),
-        ({"mtu": 52}, "mtu must be more than 52"),
+        ({"workers": 1}, "workers must be from 2 to 65536"),
+        ({"workers": 10**15}, "workers must be from 2 to 65536"),
+        ({"worker_gbps": 0.0}, "worker_gbps must be from 0.001 to"),
+        ({"worker_gbps": 1e-320}, "worker_gbps must be from 0.001 to"),
+        ({"reducer_gbps": 1e308}, "reducer_gbps must be from 0.001 to"),
+        ({"reducer_gbps": float("nan")}, "reducer_gbps must be from 0.001 to"),
+        ({"nbytes": 0}, "nbytes must be from 1 to"),
+        ({"nbytes": 10**400}, "nbytes must be from 1 to"),
+        ({"backward_s": -1.0}, "backward_s must be from 0 to"),
+        ({"reducer_cost": -1.0}, "reducer_cost must be from 0 to"),
+        ({"mtu": 52}, "mtu must be from 53 to 65535"),
     ],
 )
 def test_what_cannot_be_planned(wrong, says):
