@@ -31,8 +31,16 @@ class _Condition(type(threading.RLock())):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        told = threading.Condition(self)
-        self.wait, self.notify_all = told.wait, told.notify_all
+        self._told = threading.Condition(self)
+        self.notify_all = self._told.notify_all
+
+    def wait(self, timeout: float | None = None) -> bool:
+        try:
+            return self._told.wait(timeout)
+        except BaseException:
+            if not self._is_owned():  # who waits leaves it, and it came before that was taken again
+                self.acquire()
+            raise
 
 
 class _Future(concurrent.futures.Future[Any]):

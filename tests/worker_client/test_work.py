@@ -4,7 +4,9 @@ import concurrent.futures
 import gc
 import math
 import queue
+import sys
 import threading
+from itertools import count
 
 import pytest
 
@@ -123,6 +125,29 @@ def test_a_piece_that_ends_again_after_an_interrupt_changes_nothing(work):
     work.piece_ended(piece, RankLostError("the client failed", rank=0))
     assert work.wait() is DATA
     assert work.future().exception() is None
+
+
+@pytest.mark.parametrize("line", range(1, 25))
+def test_whose_wait_for_the_future_is_interrupted_learns_of_the_interrupt(work, line):
+    future, lines = work.future(), count(1)
+
+    def trace(frame, event, _):
+        if frame.f_code is not threading.Condition.wait.__code__:
+            return trace
+        if event == "line" and next(lines) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises((KeyboardInterrupt, concurrent.futures.TimeoutError)):
+            future.result(0.01)
+    finally:
+        sys.settrace(before)
+    work.finish(None)
+    assert future.result(0) is DATA
 
 
 def test_the_future_calls_back(work):
