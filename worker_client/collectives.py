@@ -109,9 +109,7 @@ class Broadcast:
             MismatchError: ranks disagree on the root, the dtype or the shape.
             RankLostError: the others go on without the root.
         """
-        asked = [
-            (rank, _ASKED.unpack(one)) for rank, one in enumerate(self._each()) if one[0]
-        ]  # but for ranks that are lost
+        asked = [(rank, _ASKED.unpack(one)) for rank, one in self._each() if one[0]]
         first, (_, root, what) = asked[0]
         for other, (_, its_root, its_what) in asked:
             if its_root != root:
@@ -124,12 +122,18 @@ class Broadcast:
                     (first, known.get(what, mine)),
                     (other, known.get(its_what, mine)),
                 )
-        if root not in {rank for rank, _ in asked}:
+        if root not in self.present:
             raise RankLostError(f"rank {root}, whose data was to be sent, is lost", rank=root)
         return self.sent[: self._size]
 
-    def _each(self) -> list[bytes]:
-        return [one.tobytes() for one in self.sent[self._size :].reshape(-1, _ASKED.size)]
+    @property
+    def present(self) -> list[int]:
+        """The ranks that took part, once `sent` is summed: the same at each of them."""
+        return [rank for rank, one in self._each() if one[0]]
+
+    def _each(self) -> list[tuple[int, bytes]]:
+        rows = self.sent[self._size :].reshape(-1, _ASKED.size)
+        return [(rank, one.tobytes()) for rank, one in enumerate(rows)]
 
 
 def _mismatch(field: str, one: tuple[int, object], other: tuple[int, object]) -> MismatchError:

@@ -194,14 +194,16 @@ def test_a_loss_is_logged_with_those_that_go_on(job, caplog):
     ] * len(clients)
 
 
-def test_a_ddp_training_goes_on_without_a_rank():
+@pytest.mark.parametrize("lost", [0, 1], ids=["that gave the others its buffers", "of the others"])
+def test_a_ddp_training_goes_on_without_a_rank(lost):
     pytest.importorskip("torch", reason="needs torch")
-    job = run(3, 2, lose_in_turn(1), "tests.integration.elastic_ddp")
+    job = run(3, 2, lose_in_turn(lost), "tests.integration.elastic_ddp")
     assert job.errors == {}
-    assert set(job.present[0]) == set(job.present[2]) == {0, 2}
+    one, other = {0, 1, 2} - {lost}
+    assert set(job.present[one]) == set(job.present[other]) == {one, other}
     for step, weights in job.values.items():
-        assert weights[0] == weights[2], f"step {step}"
-    assert len({weights[0] for weights in job.values.values()}) == len(job.values)
+        assert weights[one] == weights[other], f"step {step}"
+    assert len({weights[one] for weights in job.values.values()}) == len(job.values)
 
 
 def test_a_minority_does_not_go_on():
