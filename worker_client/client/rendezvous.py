@@ -199,7 +199,7 @@ def nonce_of_torchrun(host: str, port: int) -> str:
         MembershipError: the store is gone.
     """
     try:
-        from torch.distributed import TCPStore  # noqa: PLC0415 (a script may do without torch)
+        from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 (loads torch)
     except ImportError:
         return ""
     with _store_there():
