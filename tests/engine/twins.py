@@ -23,7 +23,9 @@ class Served:
 
     starts = 0
 
-    def __init__(self, name, *, memory_limit, address, lanes=(), limits=NO_LIMITS, secret=b""):
+    def __init__(
+        self, name, *, memory_limit, address, lanes=(), limits=NO_LIMITS, secret=b"", process=""
+    ):
         Served.starts += 1
         table = kernels.select()
         chosen = implementation.select(name, table)
@@ -32,7 +34,7 @@ class Served:
             table,
             chosen.slots,
             memory_limit=memory_limit,
-            incarnation=f"{Served.starts:x}",
+            incarnation=process or f"{Served.starts:x}",
             address=address,
             lanes=lanes,
             limits=limits,

@@ -9,7 +9,7 @@ from tests.quorum.mutations import MUTATIONS as QUORUM
 from tests.sim import mutations as sim
 
 PLANTED = {
-    "sim": sim.MUTATIONS | sim.RARE,
+    "sim": sim.MUTATIONS,
     "quorum": QUORUM,
     "memberships": MEMBERSHIPS,
 }

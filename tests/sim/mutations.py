@@ -100,12 +100,6 @@ def _number_by_place(self, operation):
     _give_number(self, operation)
 
 
-def _refuse_whoever_left(self, rank):
-    """Take nothing from a rank that has come back since, though it had said nothing before."""
-    at, reason = self._of.latest_exit(rank)
-    return reason if min(first for first, _ in self._spoke.values()) < at else None
-
-
 def _decline_nothing(question, call):
     """Let a question wait for ranks that have gone on without it."""
     del question, call
@@ -188,16 +182,11 @@ MUTATIONS = {
     "all-sent-again": Mutation(Resumption, "message", _go_on_from_the_start, seed=7),
 }
 
-# What only one world in thousands notices.
-RARE = {
-    "comebacks-refused": Mutation(Round, "left_since", _refuse_whoever_left, seed=3048),
-}
-
 
 @contextmanager
 def broken(name):
     """Break one rule in the plain implementation."""
-    mutation = (MUTATIONS | RARE)[name]
+    mutation = MUTATIONS[name]
     with patch.object(mutation.owner, mutation.name, mutation.instead):
         yield
 

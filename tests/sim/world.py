@@ -88,7 +88,13 @@ class Reducer(Process):
         self.index = index
         ports = tuple(range(2, world.lanes + 1))
         secret = SECRET if world.far and index in world.hosts else b""
-        made = partial(Served, world.implementation, memory_limit=MEMORY_LIMIT, secret=secret)
+        made = partial(
+            Served,
+            world.implementation,
+            memory_limit=MEMORY_LIMIT,
+            secret=secret,
+            process=f"{Served.starts:x}",  # all lanes are threads of it
+        )
         host = address.rpartition(":")[0]
         self.lanes = [made(address=f"{host}:{port}", lanes=ports) for port in (1, *ports)]
         for lane in self.lanes:
@@ -180,6 +186,8 @@ class Reducer(Process):
         if self.alive:
             self.alive = False
             self.world.note(f"reducer {self.index} dies")
+            if not any(reducer.alive for reducer in self.world.reducers):
+                self.world.all_died_at = self.world.clock.now
             for connection in list(self.connections.values()):
                 connection.close(1)
 
@@ -539,6 +547,7 @@ BUSY_S = 8.0
 BEGIN_WITHOUT_S = 3.0
 JOINING_S = 0.01  # between two looks whether a rank has joined
 LOOK_S = 0.5  # between two looks at the ranks' maps
+MEET_S = 5.0  # after all reducers have died, ranks meet at one that is back by then, but seldom not
 AGREED_S = 5.0  # the longest that two ranks may go on with different maps
 ROLLING = 0.15  # of all worlds: reducers are restarted one after the other, each of them
 ODD_KINDS = ("refused", "larger", "cut")
@@ -559,6 +568,14 @@ class Far(NamedTuple):
     streams: int
     resumes: bool
     grows: bool
+
+
+class GaveUpError(AssertionError):
+    """After all reducers had died at once a rank could go on with none of those that were back.
+
+    Each rank goes on with what it reaches first, and can give nothing more to a reducer that it has
+    left with a part of what is in progress.
+    """
 
 
 class Odd(NamedTuple):
@@ -647,7 +664,8 @@ class World:
         self.late = random.Random(f"late {seed}").random() < LATE and not self.faults.rolling
         self.lanes = 1 + (random.Random(f"lanes {seed}").random() < TWO_LANES)  # of each reducer
         self.far = self._choose_far(random.Random(f"far {seed}"))
-        self.joined_at = math.inf  # when all ranks had begun
+        # When all ranks had begun, and when all reducers were dead last.
+        self.joined_at, self.all_died_at = math.inf, -math.inf
         self.agree_often = rng.random() < 0.5
         self._plan = [self._draw_call() for _ in range(self.calls)]
         self._plan.append((DType.UINT8, ReduceOp.SUM, 1))
@@ -822,6 +840,8 @@ class World:
         self.outcome.failed += 1
         self.note(f"rank {worker.rank}: call {number} failed: {error!r}")
         where = f"rank {worker.rank}, call {number}: {error!r}"
+        if self.faults.rolling and self.clock.now < self.all_died_at + MEET_S:
+            raise GaveUpError(where)
         assert not self.faults.spare, f"a step was lost although a reducer was left: {where}"
         harmless = self.group and {*self.faults.kinds} <= {*HARMLESS}
         assert not harmless, f"a step was lost although there was the process group: {where}"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import JobSpec
 
+TURN_S = 0.3  # how long to wait for one that other ranks may have gone on with already
 ADOPT_S = 2.0  # how long to wait at least for any reducer, when all in use are lost
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,8 @@ class Failover:
                 )
         unreachable = {link.reducer for link in self._links if not link.member}
         there = [r for r in range(len(self._spec.reducers)) if r not in unreachable]
-        if adopts and not set(there).intersection(self.map.used()):
+        waited_s = 0.0 if now is None or self._since is None else now - self._since
+        if adopts and waited_s >= TURN_S and not set(there).intersection(self.map.used()):
             # One that is there was lost, but not for good: go on to the stage after that.
             lost = min((self.map.lost_for(r) for r in there), default=final)
             for reducer in self.map.used() if lost < self._last else ():
@@ -167,8 +169,7 @@ class Failover:
         able = [reducer for reducer in used if reducer in there]
         # Rather one that has a part of what is in progress: it would not take that again.
         first = next((r for r in able if adopts and self._carries(r)), next(iter(able), None))
-        patience_s = max(ADOPT_S, self._spec.wait_s)
-        waited = now is not None and self._since is not None and now >= self._since + patience_s
+        waited = waited_s >= max(ADOPT_S, self._spec.wait_s)
         self._since = (now if self._since is None else self._since) if first is None else None
         if not adopts or stage is None:
             self._why = self._named = None
@@ -437,7 +438,8 @@ class Failover:
             return []
         links = [link for link in self._links if link.reducer == reducer]
         # What took its place since, as another process, is there still.
-        stays = process and all(link.member and link.incarnation != process for link in links)
+        here = {link.incarnation for link in links if link.member}
+        stays = process and here and process not in here
         if not stays or self.map.adopted is None:
             self.map.lose(reducer, present)
         self._processes[reducer] = process
