@@ -159,8 +159,8 @@ class Failover:
                 )
         unreachable = {link.reducer for link in self._links if not link.member}
         there = [r for r in range(len(self._spec.reducers)) if r not in unreachable]
-        waited_s = 0.0 if now is None or self._since is None else now - self._since
-        if adopts and waited_s >= TURN_S and not set(there).intersection(self.map.used()):
+        nowhere = adopts and not set(there).intersection(self.map.used())
+        if nowhere and self._waited_for(TURN_S, now):
             # One that is there was lost, but not for good: go on to the stage after that.
             lost = min((self.map.lost_for(r) for r in there), default=final)
             for reducer in self.map.used() if lost < self._last else ():
@@ -169,7 +169,7 @@ class Failover:
         able = [reducer for reducer in used if reducer in there]
         # Rather one that has a part of what is in progress: it would not take that again.
         first = next((r for r in able if adopts and self._carries(r)), next(iter(able), None))
-        waited = waited_s >= max(ADOPT_S, self._spec.wait_s)
+        waited = self._waited_for(max(ADOPT_S, self._spec.wait_s), now)
         self._since = (now if self._since is None else self._since) if first is None else None
         if not adopts or stage is None:
             self._why = self._named = None
@@ -304,6 +304,10 @@ class Failover:
         final = self.map.final
         begun = self._flight.reached > self._begun
         return final if begun else final._replace(epoch=final.epoch - 1)
+
+    def _waited_for(self, seconds: float, now: float | None) -> bool:
+        """Whether no reducer of the stage has been there for so long, if it is time to look."""
+        return now is not None and self._since is not None and now >= self._since + seconds
 
     def _carries(self, reducer: int) -> bool:
         """Whether anything is in progress at a reducer."""
