@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -96,16 +97,17 @@ def test_the_next_call_after_a_mismatch(three, field):
 def test_an_exception_out_of_a_trace_at_any_line_of_a_call(three):
     """Wherever it comes in `all_reduce`: the others hear of it, or it counts at no rank."""
     for line in range(1, 400):
-        work, interrupted, before = None, False, three[1].calls
+        work, interrupted, before = None, None, three[1].calls
         sys.settrace(boom_at(line, after="all_reduce", never_in="none"))
         try:
             work = three[1].all_reduce(np.full(8, 1.0), "sum")
-        except BoomError:
-            interrupted = True
+        except BoomError as error:
+            interrupted = traceback.extract_tb(error.__traceback__)[-2].name
         finally:
             sys.settrace(None)
-        if three[1].calls == before:
-            continue  # nothing of it has begun
+        if three[1].calls == before:  # nothing of it has begun, nor has it called anything
+            assert interrupted in {"all_reduce", "__init__", "begin"}
+            continue
         others = [three[rank].all_reduce(np.full(8, 1.0), "sum") for rank in (0, 2)]
         if not interrupted:
             assert work is not None

@@ -310,9 +310,9 @@ class Client:
             self._check_usable()
         call = MeteredCall(self._meter)
         with self._order:
-            self._give_up()
             try:
-                call.begin()
+                call.begin()  # first: whoever is interrupted in a function that this calls counts
+                self._give_up()
                 if self._casts:
                     self._check_usable()  # before a residual is used up; others see it later
                 if shape:
