@@ -18,6 +18,7 @@ from reducer.wire.messages import (
     LAST_STAGE,
     Loss,
     Stragglers,
+    Welcome,
     decode,
     encode,
 )
@@ -51,9 +52,9 @@ def losses(actions):
     return [(link, replace(loss, incarnation="")) for link, loss in told]
 
 
-def hear_of(session, link, reducer, epoch, process=""):
+def hear_of(session, link, reducer, epoch, process="", *, stage=0):
     """Another rank says that it has lost a reducer."""
-    loss = Loss(reducer, epoch, incarnation=process)
+    loss = Loss(reducer, epoch, incarnation=process, stage=stage)
     return session.receive(link, Header(M.SHARD_MAP).pack(), encode(loss))
 
 
@@ -268,6 +269,38 @@ def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three):
     assert three.failover.map.adopted == 1
 
 
+def test_others_give_nothing_to_a_process_that_came_in_the_place_of_one_they_have_lost(three):
+    """They give all to its heirs, unless it has taken the place of all."""
+    three.submit(operation(64 * 6), 0.0)
+    told = hear_of(three, 0, 1, 0, "the process before")
+    assert resets(told) == [1]
+    assert {link for link, _ in sent(told, M.CONTRIBUTION)} == {0, 2}
+
+
+def test_a_process_that_one_lane_leads_to_is_not_the_one_before(three):
+    three.submit(operation(64 * 6), 0.0)
+    for link in range(3):
+        three.disconnected(link, "died")
+    welcome = encode(Welcome(incarnation="another process", lanes=(7,)))
+    (hello,) = three.connected(0)
+    window = Header.unpack(hello.header).window
+    three.receive(0, Header(M.WELCOME, window=window).pack(), welcome)
+    assert resets(hear_of(three, 0, 0, 0, "1", stage=1)) == []
+
+
+def test_a_reducer_that_others_may_have_gone_on_with_is_waited_for_a_little(three):
+    three.submit(operation(64 * 6), 0.0)
+    for link in range(3):
+        three.disconnected(link, "died")
+    join(three, 0, "another process")
+    hear_of(three, 0, 0, 0, "1", stage=1)  # the process before
+    assert three.failover.map.adopted == 1
+    for now in (1.0, 1.25):
+        assert losses(three.tick(now)) == []
+    assert (0, Loss(1, 0, stage=1)) in losses(three.tick(1.35))
+    assert three.failover.map.adopted == 0
+
+
 def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three):
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
@@ -294,9 +327,9 @@ def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links
     own = {"incarnation": "in its place", "fallback": True}
     session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, **own)
     session.submit(operation(), 0.0)
-    hear_of(session, 0, 0, LAST_EPOCH, "lost")
-    actions = hear_of(session, 0, 1, LAST_EPOCH, "lost")
-    assert resets(actions) == [0, 1]
+    assert resets(hear_of(session, 0, 0, LAST_EPOCH, "lost")) == [0]
+    actions = hear_of(session, 1, 1, LAST_EPOCH, "lost")
+    assert resets(actions) == [1]
     assert isinstance(actions[-1], HandOver)
 
 

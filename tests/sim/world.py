@@ -606,6 +606,7 @@ class Outcome:
 
     calls: int = 0
     failed: int = 0
+    rolling: int = 0  # worlds with rolling restarts
     odd: int = 0
     events: int = 0
     losses: int = 0
@@ -840,7 +841,8 @@ class World:
         self.outcome.failed += 1
         self.note(f"rank {worker.rank}: call {number} failed: {error!r}")
         where = f"rank {worker.rank}, call {number}: {error!r}"
-        if self.faults.rolling and self.clock.now < self.all_died_at + MEET_S:
+        just_now = self.faults.rolling and self.clock.now < self.all_died_at + MEET_S
+        if just_now and isinstance(error, ReducerLostError):
             raise GaveUpError(where)
         assert not self.faults.spare, f"a step was lost although a reducer was left: {where}"
         harmless = self.group and {*self.faults.kinds} <= {*HARMLESS}
@@ -988,6 +990,7 @@ class World:
     @small_windows()
     def run(self):
         """Let everything happen, check it, and return what was shown."""
+        self.outcome.rolling = int(self.faults.rolling)
         self._compare_maps()
         for worker in self.workers:
             self._begin(worker)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import JobSpec
 
-TURN_S = 0.3  # how long to wait for one that other ranks may have gone on with already
+ADOPT_GRACE_S = 0.3  # how long to wait for one that other ranks may have gone on with
 ADOPT_S = 2.0  # how long to wait at least for any reducer, when all in use are lost
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class Failover:
         unreachable = {link.reducer for link in self._links if not link.member}
         there = [r for r in range(len(self._spec.reducers)) if r not in unreachable]
         nowhere = adopts and not set(there).intersection(self.map.used())
-        if nowhere and self._waited_for(TURN_S, now):
+        if nowhere and self._waited_for(ADOPT_GRACE_S, now):
             # One that is there was lost, but not for good: go on to the stage after that.
             lost = min((self.map.lost_for(r) for r in there), default=final)
             for reducer in self.map.used() if lost < self._last else ():
@@ -443,8 +443,8 @@ class Failover:
         links = [link for link in self._links if link.reducer == reducer]
         # What took its place since, as another process, is there still.
         here = {link.incarnation for link in links if link.member}
-        stays = process and here and process not in here
-        if not stays or self.map.adopted is None:
+        stays = self.map.adopted is not None and process and here and process not in here
+        if not stays:
             self.map.lose(reducer, present)
         self._processes[reducer] = process
         # Another rank may have lost it while the ranks agreed, and say so for the next epoch.
