@@ -14,7 +14,6 @@ from torch.distributed import TCPStore
 from reducer.errors import ConfigError, MembershipError, StaleGenerationError
 from tests.conftest import joined, local_pool
 from tests.ranks import SETTINGS
-from worker_client.client import rendezvous
 from worker_client.client.bootstrap import connect
 
 PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -64,13 +63,30 @@ def test_the_store_that_torchrun_keeps_names_a_run(no_settings, monkeypatch):
             assert first[0].spec.job == first[1].spec.job != second[0].spec.job
 
 
-def test_a_store_that_is_gone_is_said(no_settings, monkeypatch):
+def test_a_store_that_cannot_be_reached_is_said(no_settings, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-    monkeypatch.setattr(rendezvous, "STORE_TIMEOUT_S", 0.1)
     tell(monkeypatch, {**PLACE, **TWO, **HELD, "MASTER_PORT": str(port)})
-    with pytest.raises(MembershipError, match="the launcher that keeps it has ended"):
+    with pytest.raises(MembershipError, match=r"cannot be reached: .*refused.* set REDUCTION_JOB"):
         connect(servers=("127.0.0.1:1",))
+    told = {"REDUCTION_JOB": "mine", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    tell(monkeypatch, told)
+    with local_pool(1) as servers, connect(servers=servers) as client:
+        assert client.all_reduce(np.ones(3), "sum").wait(5)[0] == 1.0
+
+
+def test_a_listener_that_is_no_store_holds_nobody_up(no_settings, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        tell(monkeypatch, {**PLACE, **TWO, **HELD, "MASTER_PORT": str(port)})
+        with pytest.raises(MembershipError, match="cannot be reached: no answer"):
+            connect(servers=("127.0.0.1:1",), connect_timeout="0.3s")
+
+
+def test_who_joins_under_torchrun_names_the_job(no_settings, monkeypatch):
+    tell(monkeypatch, {**PLACE, **HELD, "REDUCTION_JOIN": "1"})
+    with pytest.raises(ConfigError, match="set REDUCTION_JOB to the same name"):
+        connect(servers=("127.0.0.1:1",), on_rank_lost="continue")
 
 
 @pytest.mark.parametrize("other", [{"MASTER_PORT": "2"}, {"TORCHELASTIC_RESTART_COUNT": "1"}])

@@ -16,6 +16,7 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import MAX_OWNER_BYTES, owner
 from tests.ranks import environments, ranks
+from worker_client import config
 from worker_client.client import bootstrap
 from worker_client.client.bootstrap import Topology
 from worker_client.client.rendezvous import Rendezvous
@@ -56,7 +57,7 @@ def test_ranks_of_a_run_share_what_others_have_not():
     for _ in range(2):
         store = torch.distributed.HashStore()
         ranks = [Rendezvous(rank, [0, 1], store, make_private=none) for rank in range(2)]
-        runs = {bootstrap._run(each, 2) for each in ranks}
+        runs = {bootstrap._run(config.load(servers="a:1"), each, 2) for each in ranks}
         assert len(runs) == 1
         said += runs
     assert len(set(said)) == 2

@@ -120,6 +120,11 @@ def _join(settings: WorkerConfig) -> Client:
             "REDUCTION_JOIN=1 goes with neither REDUCTION_FALLBACK nor REDUCTION_HIERARCHY: leave "
             "them out, at all ranks of the job"
         )
+    if settings.job is None and config.launch().holds_port:
+        raise ConfigError(
+            "REDUCTION_JOIN=1 under torchrun joins the job of another torchrun, whose name nothing "
+            "here tells: set REDUCTION_JOB to the same name at every rank, those that run included"
+        )
     keys = load_keys(settings.keys)
     composer = _composer(settings, keys)
     known = JobSpec(
@@ -377,7 +382,7 @@ def enlist(
             hosts=hosts,
             inproc=hosted.inproc if hosted else {},
             agreed=_agreed(settings),
-            run=_run(group, world_size) if application is None else application.offer.run,
+            run=_run(settings, group, world_size) if application is None else application.offer.run,
             process=secrets.token_hex(8),
             heartbeats=Heartbeats(settings.heartbeat, settings.patience),
             host_name=host_name(),
@@ -451,10 +456,10 @@ def job_name(settings: WorkerConfig, group: Rendezvous | None, keys: Keys, *, al
     # The pool wants names that begin as the key's.
     prefix = f"{keys.job}/" if keys.job else ""
     if group is None:
-        if alone:
-            base = base or secrets.token_hex(8)
-        elif launched.holds_port and (nonce := _meeting_place(launched)):
+        if launched.holds_port and (nonce := _meeting_place(settings, launched)):
             base = f"{(base or 'run')[:24]}-{nonce}"  # another run may have the same id
+        elif alone:
+            base = base or secrets.token_hex(8)
         if not base:
             raise ConfigError(
                 "this run has no name, so nothing tells its ranks from those of another run that "
@@ -470,25 +475,32 @@ def job_name(settings: WorkerConfig, group: Rendezvous | None, keys: Keys, *, al
     return group.read("job", 0)
 
 
-def _run(group: Rendezvous | None, world_size: int) -> str:
+def _run(settings: WorkerConfig, group: Rendezvous | None, world_size: int) -> str:
     """Return what the ranks of this run have in common, and another run of the job has not."""
     if group is not None:
         if group.rank == 0:
             group.share("run", secrets.token_hex(8))
         return group.read("run", 0)
     launched = config.launch()
-    place = _meeting_place(launched)
+    place = _meeting_place(settings, launched)
     # torchrun that goes on with more or fewer ranks does not count that as a restart.
     ranks = f".{world_size}" if launched.launcher is Launcher.TORCHRUN else ""
     return f"{place}.{launched.restarts}{ranks}" if place else ""
 
 
-def _meeting_place(launched: Resolved) -> str:
+def _meeting_place(settings: WorkerConfig, launched: Resolved) -> str:
     """Return what stands for where the ranks meet; "" if they may call that differently."""
     if launched.master_addr is None or launched.master_port is None:
         return ""
     if launched.holds_port:
-        return rendezvous.nonce_of_torchrun(launched.master_addr, launched.master_port)
+        try:
+            return rendezvous.nonce_of_torchrun(
+                launched.master_addr, launched.master_port, settings.connect_timeout
+            )
+        except MembershipError as error:
+            if settings.job is None:
+                raise
+            log.info("%s: going on with the name of the job", error)
     place = host_port(launched.master_addr, launched.master_port)
     local = launched.local_world_size
     if is_loopback(place) and local not in {None, launched.world_size}:

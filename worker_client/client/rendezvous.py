@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import socket
 import sys
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from reducer.errors import ConfigError, MembershipError, ReductionTimeout
+from reducer.units import host_port
 from reducer.wire.constants import MAX_JOB_NAME_BYTES
 from reducer.wire.job_names import is_owner, owner
 from worker_client import config
@@ -185,7 +188,7 @@ class Rendezvous:
         return host
 
 
-def nonce_of_torchrun(host: str, port: int) -> str:
+def nonce_of_torchrun(host: str, port: int, timeout_s: float) -> str:
     """Return what tells torchrun's store from any other; "" if torch is not installed here.
 
     Two clusters may call the place where it listens alike, so that is no name. Whoever looks first
@@ -194,23 +197,45 @@ def nonce_of_torchrun(host: str, port: int) -> str:
     Args:
         host: of the store.
         port: where it listens, from before the first rank's start.
+        timeout_s: how long to wait for it, seconds.
 
     Raises:
-        MembershipError: the store is gone.
+        MembershipError: it does not answer in time.
     """
     try:
         from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415 (loads torch)
     except ImportError:
         return ""
-    with _store_there():
-        patience = timedelta(seconds=STORE_TIMEOUT_S)
-        store = TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False)
-        return bytes(store.compare_set("reduction/run", "", secrets.token_hex(8))).decode()
+    drawn: list[str] = []
+    why = "no answer"
+
+    def draw() -> None:
+        nonlocal why
+        try:
+            # torch would say much of a refused connection, and try again for minutes.
+            socket.create_connection((host, port), timeout_s).close()
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+            drawn.append(store.compare_set("reduction/run", "", secrets.token_hex(8)).decode())
+        except (OSError, RuntimeError) as error:
+            why = str(error).partition("\n")[0]
+
+    # Of a listener that is no store, torch waits for ever, and Ctrl-C does not end that.
+    thread = threading.Thread(target=draw, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not drawn:
+        raise MembershipError(
+            f"torchrun's store at {host_port(host, port)} (MASTER_ADDR, MASTER_PORT) cannot be "
+            f"reached: {why}. It tells this run from others: set REDUCTION_JOB to a name that no "
+            "other run has, the same at every rank, or unset TORCHELASTIC_USE_AGENT_STORE if this "
+            "is no rank of torchrun's"
+        )
+    return drawn[0]
 
 
 @contextmanager
 def _store_there() -> Iterator[None]:
-    """Say what it means that a store cannot be reached, or not any more."""
+    """Say what it means that the connection to a store has ended."""
     try:
         yield
     except RuntimeError as error:
