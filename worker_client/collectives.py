@@ -67,6 +67,28 @@ def broadcast_bytes(
     return one.received()
 
 
+def broadcast_bytes_from_any(
+    client: Client, data: Bytes, root: int, what: str
+) -> tuple[Bytes, int]:
+    """Return what `data` is at a rank, and which: `root`, or if it is lost the first one left.
+
+    The arguments are those of `broadcast_bytes`. Ranks may learn of a loss at different times, and
+    then ask for different roots: all of them find that in the same sum, and ask again.
+
+    Raises:
+        MismatchError, ReductionError: as `broadcast_bytes`, but for that.
+    """
+    while True:
+        one = Broadcast(client, data, root, what)
+        client.all_reduce(one.sent, "sum").wait()
+        try:
+            return one.received(), root
+        except (RankLostError, MismatchError) as error:
+            if isinstance(error, MismatchError) and error.field != "root":
+                raise
+            root = one.present[0]
+
+
 def check_root(client: Client, root: int) -> None:
     """Refuse what is no rank.
 

@@ -22,15 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 import worker_client
-from reducer.errors import (
-    ConfigError,
-    DeviceError,
-    MismatchError,
-    RankLostError,
-    ReductionError,
-)
+from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
-from worker_client.collectives import Broadcast
+from worker_client.collectives import broadcast_bytes_from_any
 from worker_client.staging.weighted import check_weight
 from worker_client.staging.wire_rule import SMALLEST_BYTES, WIRE_DTYPES
 
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from worker_client.client.client import Client
-    from worker_client.collectives import Bytes
 
     Exclude = Callable[[str, torch.nn.Parameter], bool]
 
@@ -519,30 +512,15 @@ class BufferSync:
             whole = [buffer.contiguous() for buffer in buffers]
             parts = [each.view(-1).view(torch.uint8) for each in whole]
             sent = torch.cat(parts).numpy()
-            found = self._broadcast(sent, root, f"the model's {len(parts)} buffers")
-            if found is None:
+            what = f"the model's {len(parts)} buffers"
+            found, root = broadcast_bytes_from_any(client, sent, root, what)
+            if client.rank == root:
                 return
             split = torch.from_numpy(found).split_with_sizes([part.numel() for part in parts])
             for buffer, each, part, received in zip(buffers, whole, parts, split, strict=True):
                 part.copy_(received)
                 if each is not buffer:  # a copy of one whose elements are apart
                     buffer.copy_(each)
-
-    def _broadcast(self, sent: "Bytes", root: int, what: str) -> "Bytes | None":
-        """Return the bytes of the root, None if that is this rank."""
-        client = self._state.client
-        while True:
-            one = Broadcast(client, sent, root, what)
-            client.all_reduce(one.sent, "sum").wait()
-            try:
-                found = one.received()
-            except (RankLostError, MismatchError) as error:
-                if isinstance(error, MismatchError) and error.field != "root":
-                    raise
-                # It was lost just now, and perhaps some ranks knew; all of them have this error.
-                root = one.present[0]
-            else:
-                return None if client.rank == root else found
 
 
 def state_of(ddp_model: DistributedDataParallel) -> ReductionState:

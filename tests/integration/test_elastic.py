@@ -8,8 +8,11 @@ import sys
 import time
 import weakref
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 
 from harness.pool import Pool
@@ -19,6 +22,7 @@ from tests.integration.calls import all_reduce, ones
 from tests.integration.elastic_rank import IN_FLIGHT
 from tests.ranks import Loopback
 from tests.waits import eventually
+from worker_client.collectives import broadcast_bytes_from_any
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
@@ -192,6 +196,21 @@ def test_a_loss_is_logged_with_those_that_go_on(job, caplog):
     assert said == [
         "going on without rank 1; ranks that go on: 0, 2 (numbered from 0 on at the reducers)"
     ] * len(clients)
+
+
+@pytest.mark.parametrize("roots", [(0, 0), (0, 1), (2, 0)], ids=str)
+def test_a_broadcast_comes_from_the_first_that_is_left(job, roots):
+    """Whichever root the others ask for, as one of them may know already that rank 0 has gone."""
+    clients = job(3, on_rank_lost="continue")
+    all_reduce(clients)
+    clients.pop(0).shutdown()
+    ask = [
+        partial(broadcast_bytes_from_any, client, np.full(9, client.rank, np.uint8), root, "it")
+        for client, root in zip(clients, roots, strict=True)
+    ]
+    with ThreadPoolExecutor() as threads:
+        found = [one.result(30) for one in [threads.submit(each) for each in ask]]
+    assert [(list(data), root) for data, root in found] == [([1] * 9, 1)] * 2
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["that gave the others its buffers", "of the others"])

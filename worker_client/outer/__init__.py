@@ -290,7 +290,7 @@ class OuterOptimizer:
                         "OuterOptimizer", name, (first, expected[name]), (rank, got[name])
                     )
         mine = torch.cat([fragment.outer for fragment in self._fragments])
-        broadcast(self._client, mine)
+        broadcast(self._client, mine, root=first)  # rank 0 may be lost
         for fragment, part in zip(self._fragments, mine.split_with_sizes(sizes), strict=True):
             fragment.outer.copy_(part)
             fragment.restore(0.0)
