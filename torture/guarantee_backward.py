@@ -38,13 +38,19 @@ class Weights(torch.nn.Module):
 
 
 class Model:
-    """A model of DDP's whose gradients are averaged by the client."""
+    """A model of DDP's whose gradients are averaged by the client.
+
+    Attributes:
+        settled: DDP has given the ranks its order of buckets, by the process group.
+    """
 
     def __init__(self, client: Client) -> None:
         self._model = DistributedDataParallel(Weights(), init_sync=False, bucket_cap_mb=BUCKET_MB)
         # What rounding takes away is not kept: the next mean would depend on it.
         state = ReductionState(client, error_feedback=False)
         self._model.register_comm_hook(state, reduction_hook)
+        self.settled = False
+        self._passed = False
 
     def backward(self, gradients: Sequence[Any]) -> list[Any]:
         """Return the means of gradients over the ranks.
@@ -54,5 +60,6 @@ class Model:
         """
         self._model.zero_grad()
         self._model([torch.from_numpy(one) for one in gradients]).backward()
+        self.settled, self._passed = self._passed, True
         parameters = self._model.module.all
         return [parameter.grad.numpy().copy() for parameter in parameters]

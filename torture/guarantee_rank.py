@@ -285,15 +285,21 @@ class Life:
         self._at[MAIN] = calls[0]
         begun = time.monotonic()
         before = self._client.present
+        settled = self._model.settled
         try:
             gradients = self._model.backward([self._judge.contribution(call) for call in calls])
         except ReductionError as error:
             self._note(calls[0], error)
             return False
+        except RuntimeError as error:
+            if settled:
+                raise
+            raise Over(f"a fault has hit the process group: {error}") from None
         finally:
             part = self.part
             most_s = part.timeout_s + part.slack_s + part.margin_s + self._clock.withheld(begun)
-            if (took := time.monotonic() - begun) > most_s:
+            # Until then DDP waits for its process group, which a fault may have hit.
+            if (took := time.monotonic() - begun) > most_s and settled:
                 self.find("hang", calls[0], f"a backward pass took {took:.2f} s")
         present = min(before, self._client.present, key=len)
         found = [
