@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux
 
 
 def run(module, *arguments):
-    return run_command(sys.executable, "-m", f"bench.{module}", *arguments, cwd=ROOT)
+    return run_command(sys.executable, "-m", module, *arguments, cwd=ROOT)
 
 
 def bench(module, *arguments):
@@ -51,7 +51,9 @@ def test_a_series_takes_as_long_as_its_all_reduces():
 def test_all_reduces_are_compared_and_reported(tmp_path):
     given = ["--workers", "2", "--reducers", "1", "--sizes", "4KiB,1MiB", "--iterations", "20"]
     picture = tmp_path / "found.png"
-    found = measured(tmp_path, "allreduce", *given, "--baselines", "gloo,ring", "--plot", picture)
+    found = measured(
+        tmp_path, "bench.allreduce", *given, "--baselines", "gloo,ring", "--plot", picture
+    )
     assert found.settings.mbit is None
     assert found.settings.payload_rates == []
     assert found.settings.skipped == {}
@@ -71,10 +73,10 @@ def test_all_reduces_are_compared_and_reported(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     file, page = tmp_path / "found.json", tmp_path / "report.html"
-    bench("report", file, "-o", page)
+    bench("bench.report", file, "-o", page)
     assert "pool-1" in page.read_text()
     assert "no network card limits them" in page.read_text()
-    bench("report", file, "-o", tmp_path / "report.md")
+    bench("bench.report", file, "-o", tmp_path / "report.md")
     assert (tmp_path / "report-pictures" / "1.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -93,7 +95,7 @@ def test_all_reduces_are_compared_and_reported(tmp_path):
 )
 def test_other_contenders(given, sizes, cards, tmp_path):
     many = ("--workers", "2", "--sizes", ",".join(sizes), "--baselines", "")
-    rows = measured(tmp_path, "allreduce", *given, *many).rows
+    rows = measured(tmp_path, "bench.allreduce", *given, *many).rows
     found = {row.contender: row.cards for row in rows}
     assert list(found.items()) == list(cards.items())
     assert len(rows) == len(sizes) * len(cards)
@@ -104,7 +106,7 @@ def test_other_contenders(given, sizes, cards, tmp_path):
 def test_scaling(tmp_path):
     given = ["--workers", "2,3", "--reducers", "1,3", "--size", "64KiB", "--no-embedded"]
     picture = tmp_path / "found.png"
-    rows = measured(tmp_path, "scaling", *given, "--iterations", "3", "--plot", picture).rows
+    rows = measured(tmp_path, "bench.scaling", *given, "--iterations", "3", "--plot", picture).rows
     assert [(row.workers, row.reducers, row.iterations, row.wrong) for row in rows] == [
         (2, 1, 3, 0),
         (3, 1, 3, 0),
@@ -116,7 +118,7 @@ def test_scaling(tmp_path):
 def test_soak(tmp_path):
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
     given = ["--count", "300", "--samples", "10", "--check-every", "20"]
-    said = bench("soak", *given, "--json", file, "--plot", picture)
+    said = bench("torture.soak", *given, "--json", file, "--plot", picture)
     soak = read(file).soak
     assert soak
     assert (soak.all_reduces, soak.wrong) == (300, 0)
@@ -127,11 +129,11 @@ def test_soak(tmp_path):
     assert all(sample.rss > 0 and sample.files > 0 for sample in soak.samples)
     assert "over the second half at most" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
-    bench("report", file, "-o", tmp_path / "report.html")
+    bench("bench.report", file, "-o", tmp_path / "report.html")
 
 
 def test_what_cannot_be_measured_is_said(tmp_path):
-    done = run("report", tmp_path / "nothing.json")
+    done = run("bench.report", tmp_path / "nothing.json")
     assert done.returncode == 1
     assert "is no result of these benchmarks" in done.stderr
 
@@ -140,7 +142,7 @@ def test_a_contender_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypa
     monkeypatch.setenv("REDUCTION_CHUNK_BYTES", "7")
     file = tmp_path / "found.json"
     given = ["--unshaped", "--workers", "2", "--reducers", "1", "--baselines", "ring"]
-    done = run("allreduce", *given, "--sizes", "4KiB", "--rounds", "1", "--json", file)
+    done = run("bench.allreduce", *given, "--sizes", "4KiB", "--rounds", "1", "--json", file)
     assert done.returncode == 1
     assert "# pool-1 was not measured: rank 0: ConfigError: REDUCTION_CHUNK_BYTES" in done.stdout
     found = read(file)
@@ -256,7 +258,7 @@ def test_predictions_know_the_topology_and_the_shaper(contender, k, least):
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
 def test_predictions_are_compared_with_the_lab():
     said = bench(
-        "plan",
+        "bench.plan",
         *("--workers", "2", "--reducers", "1,2", "--no-embedded", "--size", "1MiB"),
         *("--rounds", "1", "--within", "1000"),
     )
@@ -270,7 +272,9 @@ def test_predictions_are_compared_with_the_lab():
 
 def test_checkouts_side_by_side():
     given = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB"]
-    lines = bench("versus", f"one={ROOT}", f"other={ROOT}", *given, "--rounds", "3").splitlines()
+    lines = bench(
+        "bench.versus", f"one={ROOT}", f"other={ROOT}", *given, "--rounds", "3"
+    ).splitlines()
     one, other = (line.split() for line in lines if line.startswith("4KiB"))
     assert one[1] == "one:"
     assert one[4:10] == ["1.000", "of", "one", "(1.000", "to", "1.000),"]
@@ -283,7 +287,7 @@ def test_auto_is_compared_with_what_could_be_set(reducers):
     sizes = "4KiB", "64B+8KiB&2x64KiB"
     given = "--unshaped", "--workers", "2", "--reducers", str(reducers), "--sizes", ",".join(sizes)
     few = "--chunks", "64KiB,128KiB", "--windows", "1MiB", "--iterations", "3", "--rounds", "3"
-    done = run("tune_check", *given, *few, "--least", "100")
+    done = run("bench.tune_check", *given, *few, "--least", "100")
     lines = [line for line in done.stdout.splitlines() if "auto" in line]
     kind = "pool-2" if reducers else "embedded"
     for line, size in zip(lines, sizes, strict=True):
