@@ -365,9 +365,7 @@ def explain(error: ValidationError, written: Written) -> str:
     lines = []
     for mistake in error.errors():
         name = ".".join(map(str, mistake["loc"]))
-        message = mistake["msg"].removeprefix("Value error, ")
-        if mistake["type"].startswith("byte_size"):
-            message = "write bytes such as 8GiB or 8589934592"
+        message = units.what_to_write(mistake, "8GiB or 8589934592")
         got = f" (got {mistake['input']!r})" if mistake["type"] != "value_error" else ""
         where = f"{written.path}: " if name and mistake["loc"][0] in written.values else ""
         lines.append(f"{where}{name}: {message}{got}" if name else message)

@@ -6,12 +6,13 @@ import ipaddress
 import re
 import socket
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_BOUNDS = {"ge": "at least", "le": "at most", "gt": "more than", "lt": "less than"}  # pydantic's
 _DURATION = re.compile(r"(?P<value>[0-9]+(\.[0-9]+)?)\s*(?P<unit>us|ms|s|min|h)?")
 _ADDRESS = re.compile(
     r"(tcp://)?(?P<host>\[[0-9a-fA-F:]+(%[\w.-]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})"
@@ -37,6 +38,27 @@ def seconds(text: str) -> float:
     return float(match["value"]) * _UNITS[match["unit"] or "s"]
 
 
+def what_to_write(mistake: Mapping[str, Any], example: str) -> str:
+    """Return what a setting must be, where pydantic has refused it.
+
+    Args:
+        mistake: pydantic's.
+        example: bytes, as people write them.
+    """
+    kind, bounds = mistake["type"], mistake.get("ctx", {})
+    if kind.startswith("byte_size"):
+        return f"write bytes such as {example}"
+    if kind.startswith("bool"):
+        return "write 0 or 1"
+    for word, bound in _BOUNDS.items():
+        if word in bounds:
+            timed = _DURATION.fullmatch(str(mistake["input"]).strip())
+            unit = " s" if timed and timed["unit"] else ""
+            return f"it must be {bound} {bounds[word]:.16g}{unit}"
+    message: str = mistake["msg"]
+    return message.removeprefix("Value error, ")
+
+
 def duration(value: object) -> object:
     """Read text as `seconds` does, and leave everything else to who checks types."""
     return seconds(value) if isinstance(value, str) else value
@@ -50,7 +72,10 @@ def address(text: str) -> tuple[str, int]:
     """
     match = _ADDRESS.fullmatch(text.strip())
     if match is None or int(match["port"]) > 65535:
-        raise ValueError(f"write it as HOST:PORT, with a port up to 65535, got {text!r}")
+        raise ValueError(
+            "write it as HOST:PORT, with a port up to 65535, an IPv6 host in [brackets], and a "
+            f"comma between two, got {text!r}"
+        )
     try:
         match["host"].encode("idna")  # as who looks it up will do
     except UnicodeError:

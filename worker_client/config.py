@@ -112,7 +112,7 @@ class WorkerConfig(BaseSettings):
     at rank 0's host the one on the way to the others. It takes the place of REDUCTION_BIND. The
     network of the way to a pool is that of REDUCTION_SERVERS."""
 
-    job: str | None = Field(default=None, min_length=1)
+    job: Annotated[str | None, BeforeValidator(units.unless_empty)] = None
     """Name of the job on the reducers. By default the ranks agree through the process group on a
     name that no other run has; without a process group it is the launcher's name for the job
     (docs/launchers.md). A run that has neither must be given a name that no other run has at that
@@ -426,9 +426,7 @@ def _explain(error: ValidationError, argument: str = "settings") -> str:
     mistakes = []
     for mistake in error.errors():
         name = "REDUCTION_" + str(mistake["loc"][0]).upper() if mistake["loc"] else argument
-        message = mistake["msg"].removeprefix("Value error, ")
-        if mistake["type"].startswith("byte_size"):
-            message = "write bytes such as 64MiB or 67108864"
+        message = units.what_to_write(mistake, "64MiB or 67108864")
         if mistake["loc"][:1] == ("streams",):
             message = f"write auto, or a number from 1 to {MAX_STREAMS}"
         got = "" if ", got " in message else f" (got {mistake['input']!r})"

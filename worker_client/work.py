@@ -38,7 +38,7 @@ class _Condition(type(threading.RLock())):  # type: ignore[misc]
         try:
             return self._told.wait(timeout)
         except BaseException:
-            if not self._is_owned():  # who waits leaves it, and it came before that was taken again
+            if not self._is_owned():  # `wait` gives the lock up, and was interrupted meanwhile
                 self.acquire()
             raise
 

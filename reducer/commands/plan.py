@@ -22,7 +22,7 @@ from reducer.wire.constants import DType
 
 MODEL_BYTES = "1GB"
 PIPE_WIDTH = 160  # characters
-_COUNT = re.compile(r"(?P<value>\d+(\.\d+)?)\s*(?P<unit>[kKMBT]?)")
+_COUNT = re.compile(r"(?P<value>\d{1,18}(\.\d{1,18})?)\s*(?P<unit>[kKMBT]?)")
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DTYPES = {
     "fp32": DType.FLOAT32,
@@ -188,7 +188,7 @@ def sizes(text: str) -> list[int]:
         ConfigError: a part is no number.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
         raise ConfigError(f"reducers: write numbers such as 4,8, got {text!r}")
     return [int(word) for word in words]
 

@@ -71,7 +71,7 @@ class Job:
         return Network(self.worker_gbps * share, self.reducer_gbps * share, self.round_trip_s)
 
 
-# Beyond these, figures would be no numbers, or take no memory that there is.
+# Beyond these, figures would be no numbers, or need more memory than there is.
 _BOUNDS = {
     "workers": (2, MAX_WORLD_SIZE),
     "worker_gbps": (1e-3, 1e6),
@@ -81,7 +81,7 @@ _BOUNDS = {
     "backward_s": (0, 1e9),
     "forward_s": (0, 1e9),
     "round_trip_s": (0, 1e9),
-    "mtu": (PACKET_HEADERS + 1, 65535),
+    "mtu": (PACKET_HEADERS + 1, 65536),
     "worker_cost": (0, 1e9),
     "reducer_cost": (0, 1e9),
 }

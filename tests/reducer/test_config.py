@@ -96,7 +96,7 @@ MISTAKES = [
     ("max_chunk_bytes", "5MiB", "got '5MiB'"),
     ("handshake_timeout", "soon", "got 'soon'"),
     ("insecure", "maybe", "got 'maybe'"),
-    ("threads", "100", "less than or equal to"),
+    ("threads", "100", "it must be at most"),
     ("kernel", "mmx", "should be 'avx512', 'avx2', 'neon', 'generic' or 'numpy'"),
     ("cpus", "all", "write CPUs such as 0-3,8"),
     ("cpus", "\N{ARABIC-INDIC DIGIT ONE}", "write CPUs such as 0-3,8"),

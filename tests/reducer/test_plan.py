@@ -177,7 +177,7 @@ def test_default_sizes(needed):
         ({"nbytes": 10**400}, "nbytes must be from 1 to"),
         ({"backward_s": -1.0}, "backward_s must be from 0 to"),
         ({"reducer_cost": -1.0}, "reducer_cost must be from 0 to"),
-        ({"mtu": 52}, "mtu must be from 53 to 65535"),
+        ({"mtu": 52}, "mtu must be from 53 to 65536"),
     ],
 )
 def test_what_cannot_be_planned(wrong, says):

@@ -101,7 +101,7 @@ def test_workers_and_what_they_host_read_none(file, monkeypatch):
         ('config = "b.toml"', "unknown key 'config': a file cannot name another one"),
         ("threads = true", "threads: Input should be a valid integer"),
         ("handshake_timeout = true", "handshake_timeout: write a duration such as 300s"),
-        ("threads = 100", "threads: Input should be less than or equal to "),
+        ("threads = 100", "threads: it must be at most "),
         ('cpus = [0, "x"]', "cpus: write CPUs such as 0-3,8"),
         ("cpus = []", "cpus: write CPUs such as 0-3,8"),
     ],

@@ -98,7 +98,7 @@ class Notes:
             return
         raise ConfigError(
             f"{self.reasons[part]} and {self.reasons[whole]} contradict each other: {part} {less} "
-            f"does not go with {whole} {more}"
+            f"does not go with {whole} {more}{', as ranks count from 0' if strictly else ''}"
         )
 
 

@@ -111,7 +111,10 @@ def _dtype_of(array: np.ndarray[Any, Any]) -> DType:
     """Return a type that NumPy has learnt from another package, or say what is wrong with it."""
     dtype = find_dtype(array.dtype.name)
     if not array.dtype.isnative:
-        raise ConfigError("the array's byte order is not this machine's: use array.astype(...)")
+        native = array.dtype.newbyteorder("=").name
+        raise ConfigError(
+            f"the array's byte order is not this machine's: use array.astype({native!r})"
+        )
     return dtype
 
 
