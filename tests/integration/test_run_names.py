@@ -85,7 +85,7 @@ def test_a_listener_that_is_no_store_holds_nobody_up(no_settings, monkeypatch):
 
 def test_who_joins_under_torchrun_names_the_job(no_settings, monkeypatch):
     tell(monkeypatch, {**PLACE, **HELD, "REDUCTION_JOIN": "1"})
-    with pytest.raises(ConfigError, match="set REDUCTION_JOB to the same name"):
+    with pytest.raises(ConfigError, match="set REDUCTION_JOB to one name"):
         connect(servers=("127.0.0.1:1",), on_rank_lost="continue")
 
 

@@ -547,7 +547,7 @@ BUSY_S = 8.0
 BEGIN_WITHOUT_S = 3.0
 JOINING_S = 0.01  # between two looks whether a rank has joined
 LOOK_S = 0.5  # between two looks at the ranks' maps
-MEET_S = 5.0  # after all reducers have died, ranks meet at one that is back by then, but seldom not
+MEET_S = 5.0  # so long after all reducers have died the ranks may fail to agree on a restarted one
 AGREED_S = 5.0  # the longest that two ranks may go on with different maps
 ROLLING = 0.15  # of all worlds: reducers are restarted one after the other, each of them
 ODD_KINDS = ("refused", "larger", "cut")
@@ -571,10 +571,10 @@ class Far(NamedTuple):
 
 
 class GaveUpError(AssertionError):
-    """After all reducers had died at once a rank could go on with none of those that were back.
+    """All reducers had died at once, and a rank could use none of those that were restarted.
 
-    Each rank goes on with what it reaches first, and can give nothing more to a reducer that it has
-    left with a part of what is in progress.
+    Each rank goes on with the first reducer that it reaches, and cannot contribute again to one
+    that it has left in the middle of an all-reduce.
     """
 
 

@@ -123,7 +123,7 @@ def _join(settings: WorkerConfig) -> Client:
     if settings.job is None and config.launch().holds_port:
         raise ConfigError(
             "REDUCTION_JOIN=1 under torchrun joins the job of another torchrun, whose name nothing "
-            "here tells: set REDUCTION_JOB to the same name at every rank, those that run included"
+            "here tells: set REDUCTION_JOB to one name, at this rank and at those that run already"
         )
     keys = load_keys(settings.keys)
     composer = _composer(settings, keys)

@@ -311,7 +311,7 @@ class Client:
         call = MeteredCall(self._meter)
         with self._order:
             try:
-                call.begin()  # first: whoever is interrupted in a function that this calls counts
+                call.begin()  # first: a call that is interrupted in a function below has a number
                 self._give_up()
                 if self._casts:
                     self._check_usable()  # before a residual is used up; others see it later

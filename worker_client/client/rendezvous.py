@@ -191,8 +191,8 @@ class Rendezvous:
 def nonce_of_torchrun(host: str, port: int, timeout_s: float) -> str:
     """Return what tells torchrun's store from any other; "" if torch is not installed here.
 
-    Two clusters may call the place where it listens alike, so that is no name. Whoever looks first
-    draws this one.
+    Two clusters may use the same host name and port, so these do not identify a store. The first
+    rank that asks draws the number.
 
     Args:
         host: of the store.
