@@ -226,14 +226,15 @@ function waits(reducer, job) {
   const shares = new Map();
   const [then, now] = [reducer.looks[0], reducer.looks.at(-1)];
   const seconds = now.uptime_s - then.uptime_s;
-  const was = then.jobs.find((one) => one.name === job.name && one.generation === job.generation);
-  if (!was || seconds <= 0) {
+  if (seconds <= 0) {
     return shares;
   }
-  const before = new Map(was.costliest_ranks.map((one) => [one.rank, one.late_s + one.slow_s]));
+  const was = then.jobs.find((one) => one.name === job.name && one.generation === job.generation);
+  const costliest = was?.costliest_ranks ?? []; // it began since, and had cost nothing
+  const before = new Map(costliest.map((one) => [one.rank, one.late_s + one.slow_s]));
   for (const one of job.costliest_ranks) {
     // A rank that was not among the costliest had cost less than any of these, or nothing.
-    const least = was.costliest_ranks.length < job.costliest_ranks.length ? 0 : Infinity;
+    const least = costliest.length < job.costliest_ranks.length ? 0 : Infinity;
     const waited = one.late_s + one.slow_s - (before.get(one.rank) ?? least);
     // Every thread waits for it, and they do so at the same time.
     shares.set(one.rank, Math.max(0, waited) / seconds / Math.max(1, now.lanes.length));
