@@ -175,7 +175,11 @@ class Timeline:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._full = True
-            log.warning("the timeline %s ends here: %s", self._path, error.strerror)
+            log.warning(
+                "the timeline %s ends here: %s: make room there, or name another directory "
+                "(REDUCTION_TIMELINE)",
+                *(self._path, error.strerror),
+            )
             with suppress(OSError):  # there was room for this before
                 os.ftruncate(self._file, self._size)
                 os.pwrite(self._file, _END, self._size)

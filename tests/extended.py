@@ -63,6 +63,17 @@ PLAIN_ROWS = tuple(
 
 # By file and the fast test that stands for them ("" if none does): the extended tests.
 BY_FILE = {
+    "tests/integration/test_environments.py": {
+        "test_a_job_in[24 files]": (
+            "test_a_job_in[64 files, further threads and streams]",
+            "test_a_job_in[read-only root]",
+            "test_a_job_in[ipv6]",
+        ),
+        "test_a_job_in[1 GB of address space]": (
+            "test_a_reducer_gives_jobs_less_memory_than_its_container_has[8GiB-warning]",
+        ),
+        "": ("test_a_call_of_3_gib",),
+    },
     # -- long searches, and full products of cases
     "tests/engine/test_state_machine.py": {
         "TestTraining": ("TestLongTraining",),

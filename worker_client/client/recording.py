@@ -225,7 +225,11 @@ class CallLog:
                 _replace(self._directory / f"calls-{rank}.json", json.dumps(document).encode())
                 _replace(self._directory / f"rank_{rank}", dumps(document, protocol=4))
             except OSError as error:
-                log.warning("the latest calls could not be written (REDUCTION_DUMP): %s", error)
+                log.warning(
+                    "the latest calls could not be written: %s: make room there, or name another "
+                    "directory (REDUCTION_DUMP)",
+                    error,
+                )
             else:
                 log.info("the latest %d calls are in %s", len(entries), self._directory)
 
