@@ -68,9 +68,10 @@ BY_FILE = {
             "test_a_job_in[64 files, further threads and streams]",
             "test_a_job_in[read-only root]",
             "test_a_job_in[ipv6]",
+            "test_a_job_in[Turkish, half a day ahead]",
         ),
         "test_a_job_in[1 GB of address space]": (
-            "test_a_reducer_gives_jobs_less_memory_than_its_container_has[8GiB-warning]",
+            "test_a_reducer_gives_jobs_less_memory_than_its_container_has",
         ),
         "": ("test_a_call_of_3_gib",),
     },
