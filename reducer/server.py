@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import secrets
 import socket
-import sys
 import threading
 import time
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reducer import __version__, kernels
@@ -20,6 +16,7 @@ from reducer.engine.engine import Engine
 from reducer.engine.rounds import Counters
 from reducer.errors import ConfigError
 from reducer.failpoints import parse
+from reducer.memory import memory_limit
 from reducer.monitoring.observer import Observer, StatusInbox
 from reducer.runtime import implementation
 from reducer.runtime.faults import FaultyEngine, around
@@ -32,7 +29,8 @@ from reducer.units import is_private
 from reducer.wire.constants import PLACES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from reducer.config import ReducerConfig
     from reducer.engine.jobs import EndedRound
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
     from reducer.runtime.loop import Loop
     from reducer.runtime.transport import Transport
 
-OWN_BYTES = 64 << 20  # that a process takes before any job
-_CGROUPS = Path("/sys/fs/cgroup")
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
 
 _OURS = logging.getLogger("reducer")
@@ -132,7 +128,7 @@ class Server:
             self._events = LogEvents(self._timeline, logging.INFO)
             _OURS.addHandler(self._events)
         incarnation = secrets.token_hex(8)
-        memory = _memory_limit(config)
+        memory = memory_limit(config)
         self._lanes = [
             _Lane(
                 make_engine(
@@ -319,55 +315,6 @@ class _Lane(threading.Thread):
         refused = self._transport.refusals()
         self._refusals.note(refused)
         self.engine.counters.unauthenticated += len(refused)
-
-
-def _memory_limit(config: ReducerConfig) -> int:
-    """Return the bytes for all jobs: those of the configuration, or fewer where there are fewer.
-
-    The kernel would end a process that takes more, in the middle of its jobs.
-    """
-    available, where = min(_memory_available())
-    most = max(1, (available - OWN_BYTES) * 8 // 9)  # docs/security.md: an eighth on top of it
-    asked = int(config.memory_limit)
-    if asked <= most:
-        return asked
-    level = logging.WARNING if "memory_limit" in config.model_fields_set else logging.INFO
-    log.log(
-        level,
-        "jobs may take %d bytes instead of --memory-limit (REDUCTION_MEMORY_LIMIT), %d: %s %d",
-        *(most, asked, where, available),
-    )
-    return most
-
-
-def _memory_available() -> Iterator[tuple[int, str]]:
-    """Yield how many bytes this process may take, and who says so."""
-    page = resource.getpagesize()
-    yield os.sysconf("SC_PHYS_PAGES") * page, "this machine has"
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    with suppress(OSError):  # on Linux alone
-        if most != resource.RLIM_INFINITY:
-            taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * page
-            yield max(0, most - taken), "RLIMIT_AS (ulimit -v) leaves"
-        for group in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, kinds, path = group.split(":", 2)
-            if kinds in {"", "memory"}:  # of version 2, of version 1
-                file = "memory.limit_in_bytes" if kinds else "memory.max"
-                yield (
-                    _cgroup_limit(_CGROUPS / kinds, path, file),
-                    "this container (cgroup) may take",
-                )
-
-
-def _cgroup_limit(root: Path, path: str, file: str) -> int:
-    """Return the lowest limit of a group and those around it, as far as this process sees them."""
-    group = root / path.strip("/")
-    least = sys.maxsize
-    for each in (group, *group.parents):
-        with suppress(OSError, ValueError):  # it is elsewhere, seen from here; "max"
-            if each.is_relative_to(root):
-                least = min(least, int((each / file).read_text(encoding="ascii")))
-    return least
 
 
 def _open_timeline(directory: Path, address: str) -> Timeline:
