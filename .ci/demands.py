@@ -49,7 +49,9 @@ REPRESENTATIVES = {
         "jobs under random faults, and the fast tests that tests/extended.py names, in make test",
     ),
     FRAMEWORKS: Representative(
-        "test-frameworks SELECT=tests/frameworks/test_accelerate.py",
+        "test-frameworks SELECT='tests/frameworks/test_accelerate.py "
+        "tests/frameworks/test_examples.py::test_it_trains_as_without_reducers[accelerate] "
+        "tests/frameworks/test_examples.py::test_it_trains_as_without_reducers[transformers]'",
         205,
         "Accelerate and transformers",
     ),

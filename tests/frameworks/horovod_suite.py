@@ -11,8 +11,8 @@ out whether that job goes on, and the test is run again by itself, in new proces
 counts. A test may fail if `KNOWN` says why, and has to.
 
     export HOROVOD_SOURCE=~/horovod
-    python tests/frameworks/horovod_suite.py [FILE] [--world-size 3] [--only NAME]
-    python tests/frameworks/horovod_suite.py [FILE] --table   # what docs/horovod.md says of them
+    python -m tests.frameworks.horovod_suite [FILE] [--world-size 3] [--only NAME]
+    python -m tests.frameworks.horovod_suite [FILE] --table   # what docs/horovod.md says of them
 """
 # ruff: noqa: PLC0415, S102, T201 (what is imported depends on the environment; a command)
 

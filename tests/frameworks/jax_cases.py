@@ -1,4 +1,4 @@
-"""What `worker_client.jax` does, at every rank of a job; started by test_jax."""
+"""What `worker_client.jax` does, at every rank of a job; started by test_cases."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What `worker_client.keras` does, at every rank of a job; started by test_keras."""
+"""What `worker_client.keras` does, at every rank of a job; started by test_cases."""
 
 import tempfile
 from pathlib import Path

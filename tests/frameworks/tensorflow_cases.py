@@ -1,4 +1,4 @@
-"""What `worker_client.tensorflow` does, at every rank of a job; started by test_tensorflow."""
+"""What `worker_client.tensorflow` does, at every rank of a job; started by test_cases."""
 
 import sys
 

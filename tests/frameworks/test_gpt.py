@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.frameworks.training import assert_alike, train
+from tests.frameworks.training import train
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -14,7 +14,6 @@ SHORT = ("gpt_text.py", "--steps", "40")
 @pytest.mark.timeout(600)
 def test_a_gpt_trains_in_8_bits_as_in_32(servers):
     stock = train(*SHORT, "--stock")
-    assert_alike(train(*SHORT, servers=servers), stock)
     ends = [
         train(*SHORT, *more, servers=servers, REDUCTION_WIRE_DTYPE="int8")
         for more in ((), ("--no-feedback",))

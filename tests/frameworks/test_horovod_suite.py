@@ -12,7 +12,7 @@ from tests.commands import run_command
 from tests.frameworks.horovod_suite import CLASSES, FOLDER, SOURCE, table
 from tests.horovod_imports import PAGE
 
-SUITE = Path(__file__).with_name("horovod_suite.py")
+SUITE = ("-m", "tests.frameworks.horovod_suite")
 ROOT = Path(__file__).parents[2]
 # How many tests of each file must pass at least.
 LEAST = {
@@ -39,7 +39,7 @@ def test_horovods_tests_pass(file, size, tmp_path):
     if not Path(os.environ.get(SOURCE, ""), FOLDER, file).is_file():
         pytest.skip(f"{SOURCE} names no checkout of Horovod")
     out = tmp_path / "ends.json"
-    done = run_command(sys.executable, SUITE, file, "--world-size", size, "--json", out, cwd=ROOT)
+    done = run_command(sys.executable, *SUITE, file, "--world-size", size, "--json", out, cwd=ROOT)
     assert done.returncode == 0, done.stdout
     assert "hangs" not in done.stdout
     ends = json.loads(out.read_text())

@@ -1,9 +1,8 @@
-"""One rank of test_torch_backend: every case over the backend, against Gloo in the same processes.
+"""One rank of test_torch_backend: what of the backend is its own, and Gloo cannot be asked for.
 
 Started as ``python -m tests.integration.backend_rank BACKEND`` with the launcher's usual
 environment; a second argument names a file that appears when no reducer is left, and there is one
 case then.
-Contributions are small whole numbers, so that results are the same in any order.
 """
 
 import sys
@@ -17,205 +16,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import worker_client.torch_backend
-from reducer.errors import (
-    ConfigError,
-    LocalProtocolError,
-    MismatchError,
-    ReductionTimeout,
-)
+from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from tests.ranks import case_names, write_result
 from tests.waits import eventually
 
 WORLD_SIZE = 3
-TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGERS = [torch.int8, torch.int32, torch.int64, torch.uint8]
-OPS = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT]
-
-
-def contribution(rank, *shape, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(1, 4, shape, generator=generator).to(dtype)
-
-
-def reduced():
-    return dist.group.WORLD.client.bytes_reduced
-
-
-def network():
-    torch.manual_seed(7)
-    return torch.nn.Sequential(
-        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 3)
-    ).double()
-
-
-def case_all_reduce(rank, gloo):
-    for dtype in TYPES + INTEGERS:
-        for op in OPS:
-            ours, theirs = (contribution(rank, 5, 7, dtype=dtype) for _ in range(2))
-            before = reduced()
-            dist.all_reduce(ours, op)
-            assert reduced() - before == ours.nbytes
-            dist.all_reduce(theirs, op, group=gloo)
-            assert torch.equal(ours, theirs), (dtype, op)
-    for dtype in TYPES:
-        ours, total = contribution(rank, 9, dtype=dtype), contribution(rank, 9).double()
-        dist.all_reduce(ours, dist.ReduceOp.AVG)
-        dist.all_reduce(total, group=gloo)
-        assert torch.equal(ours, (total / WORLD_SIZE).to(dtype))
-
-
-def case_shapes(rank, gloo):
-    for make in (
-        lambda: contribution(rank, 4, 6).t(),
-        lambda: contribution(rank, 4, 6)[:, ::2],
-        lambda: contribution(rank, 1).squeeze(),
-        lambda: contribution(rank, 300_000),
-        lambda: contribution(rank, 0),
-        lambda: contribution(rank, 3, dtype=torch.complex64) * (1 + 2j),
-    ):
-        ours, theirs = make(), make().contiguous()
-        dist.all_reduce(ours)
-        dist.all_reduce(theirs, group=gloo)
-        assert torch.equal(ours, theirs)
-
-
-def case_what_reducers_do_not_do(rank, gloo):
-    for make, op in (
-        (lambda: contribution(rank, 5, dtype=torch.int32), dist.ReduceOp.BAND),
-        (lambda: contribution(rank, 5, dtype=torch.int64), dist.ReduceOp.BXOR),
-        (lambda: contribution(rank, 5) > 1, dist.ReduceOp.MAX),
-        (lambda: contribution(rank, 4, 4).to_sparse(), dist.ReduceOp.SUM),
-    ):
-        ours, theirs = make(), make()
-        before = reduced()
-        dist.all_reduce(ours, op)
-        assert reduced() == before
-        dist.all_reduce(theirs, op, group=gloo)
-        assert torch.equal(ours.to_dense(), theirs.to_dense())
 
 
 def case_coalesced(rank, gloo):
-    def make():
-        kinds = [torch.float32, torch.int64, torch.float32, torch.bfloat16]
-        return [contribution(rank, 2, n + 1, dtype=kind).t() for n, kind in enumerate(kinds)]
-
-    ours, theirs = make(), make()
+    """Of several types, which Gloo refuses, and of tensors with gaps."""
+    kinds = (torch.float32, torch.int64, torch.float32, torch.bfloat16)
+    tensors = [torch.full((2, at + 1), rank + at, dtype=kind).t() for at, kind in enumerate(kinds)]
     before = dist.group.WORLD.client.bytes_reduced
-    dist.group.WORLD.allreduce_coalesced(ours).wait()
-    assert reduced() - before == sum(tensor.nbytes for tensor in ours)
-    with dist._coalescing_manager(async_ops=True) as works:
-        dist.all_reduce(ours[0])
-        dist.all_reduce(ours[2])
-    works.wait()
-    for one in (*theirs, theirs[0], theirs[2]):
-        dense = one.contiguous()
-        dist.all_reduce(dense, group=gloo)
-        one.copy_(dense)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one, other)
-
-
-def case_reduce_scatter(rank, gloo):
-    for dtype in (torch.float32, torch.bfloat16, torch.int32):
-        whole = contribution(rank, 2 * WORLD_SIZE, 5, dtype=dtype)
-        total = whole.clone()
-        dist.all_reduce(total, group=gloo)
-        expected = total.chunk(WORLD_SIZE)[rank]
-        before, untouched = reduced(), whole.clone()
-        outputs = [torch.empty(2, 5, dtype=dtype) for _ in range(4)]
-        dist.reduce_scatter(outputs[0], list(whole.chunk(WORLD_SIZE)))
-        dist.reduce_scatter_tensor(outputs[1], whole)
-        with dist._coalescing_manager():
-            dist.reduce_scatter_tensor(outputs[2], whole)
-            dist.reduce_scatter_tensor(outputs[3], whole)
-        assert all(torch.equal(output, expected) for output in outputs)
-        assert torch.equal(whole, untouched)
-        assert reduced() - before == 4 * whole.nbytes
-        with pytest.raises(RuntimeError, match="must be world size"):  # in Gloo's words
-            dist.reduce_scatter(outputs[0], list(whole.chunk(WORLD_SIZE))[1:])
-
-
-def case_others(rank, gloo):
-    n = WORLD_SIZE
-    before = reduced()
-    tensor = torch.full((2,), float(rank))
-    dist.broadcast(tensor, 1)
-    assert tensor.tolist() == [1.0, 1.0]
-    whole = torch.empty(n)
-    dist.all_gather_into_tensor(whole, torch.tensor([float(rank)]))
-    assert whole.tolist() == [0.0, 1.0, 2.0]
-    gathered = [torch.empty(1) for _ in range(n)] if rank == 2 else None
-    dist.gather(torch.tensor([float(rank)]), gathered, dst=2)
-    assert gathered is None or torch.cat(gathered).tolist() == [0.0, 1.0, 2.0]
-    dist.scatter(whole[:1], list(torch.arange(3.0).split(1)) if rank == 0 else None, src=0)
-    assert whole[0] == rank
-    dist.reduce(tensor, 0)
-    assert rank != 0 or tensor.tolist() == [3.0, 3.0]
-    objects = [None] * n
-    dist.all_gather_object(objects, {"rank": rank})
-    assert objects == [{"rank": other} for other in range(n)]
-    got = torch.empty(1)
-    ring = [
-        dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % n),
-        dist.P2POp(dist.irecv, got, (rank - 1) % n),
-    ]
-    for work in dist.batch_isend_irecv(ring):
-        work.wait()
-    assert got == (rank - 1) % n
-    dist.barrier()
-    dist.monitored_barrier(timeout=timedelta(seconds=20))
-    assert reduced() == before
-
-
-def case_all_to_all(rank, gloo):
-    """Of lists of tensors, which an older torch's Gloo does not have: then the backend says so."""
-    n = WORLD_SIZE
-    ends = []
-    for group in (gloo, dist.group.WORLD):
-        parts = [torch.empty(1) for _ in range(n)]
-        try:
-            dist.all_to_all(parts, [torch.tensor([10.0 * rank + to]) for to in range(n)], group)
-            ends.append(torch.cat(parts).tolist())
-        except RuntimeError as error:
-            ends.append(str(error).partition("\n")[0])
-    refusal = "Backend gloo does not support alltoall"
-    assert ends in ([[10.0 * of + rank for of in range(n)]] * 2, [refusal] * 2), ends
-
-
-def case_tensors_that_gloo_frees(rank, gloo):
-    """Leave the last reference to a tensor to a thread of Gloo's, which then needs the GIL."""
-    del rank, gloo
-    for _ in range(300):
-        dist.broadcast(torch.ones(10), 0, async_op=True)
-        dist.all_gather([torch.ones(10) for _ in range(WORLD_SIZE)], torch.ones(10), async_op=True)
-        dist.all_to_all_single(torch.ones(WORLD_SIZE), torch.ones(WORLD_SIZE), async_op=True)
-        dist.barrier()
-
-
-def case_work_object(rank, gloo):
-    tensor = torch.ones(3)
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work.get_future().wait()[0] is tensor
-    assert work.wait(timedelta(seconds=9))
-    assert work.is_completed()
-    assert work.result()[0] is tensor
-    assert tensor.tolist() == [WORLD_SIZE] * 3
-    tensors = [torch.ones(2), torch.ones(2, dtype=torch.int64)]
-    both = dist.group.WORLD.allreduce_coalesced(tensors)
-    then = both.get_future().then(lambda done: sum(int(one.sum()) for one in done.value()))
-    assert then.wait() == 2 * 2 * WORLD_SIZE
-    # C++ keeps the handle, when nothing here does.
-    torch._C._distributed_c10d._register_work(tensor, dist.all_reduce(tensor, async_op=True))
-    torch.ops._c10d_functional.wait_tensor(tensor)
-    assert tensor.tolist() == [WORLD_SIZE**2] * 3
+    work = dist.group.WORLD.allreduce_coalesced(tensors)
+    sums = work.get_future().then(lambda done: [int(one.sum()) for one in done.value()])
+    expected = [3 + 3 * at for at in range(4)]  # the sum of the ranks, and three times `at`
+    assert sums.wait() == [2 * (at + 1) * one for at, one in enumerate(expected)]
+    for tensor, one in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor, torch.full_like(tensor, one))
+    sent = dist.group.WORLD.client.bytes_reduced - before
+    assert sent == sum(tensor.nbytes for tensor in tensors)
 
 
 def case_alone(rank, gloo):
@@ -246,34 +68,8 @@ def case_alone(rank, gloo):
     assert all(torch.equal(output, sent) for output in outputs)
 
 
-def case_a_tensor_of_shards(rank, gloo):
-    """Torch asks for a device that the group serves, and there may be no other than the CPU."""
-    spec = ChunkShardingSpec(0, [f"rank:{at}/cpu" for at in range(WORLD_SIZE)])
-    whole = torch.empty(2 * WORLD_SIZE, 2) if rank == 0 else None
-    sharded_tensor.ones(spec, 2 * WORLD_SIZE, 2).gather(out=whole)
-    assert rank > 0 or torch.equal(whole, torch.ones(2 * WORLD_SIZE, 2))
-
-
-def case_received_from_any_rank(rank, gloo):
-    tensor = torch.full((3,), float(rank))
-    if rank == 1:
-        dist.send(tensor, 0)
-    elif rank == 0:
-        assert dist.recv(tensor) == 1
-        assert tensor.tolist() == [1.0] * 3
-
-
-def case_callbacks_come_before_the_end(rank, gloo):
-    """As with Gloo, `wait()` returns after the callbacks of the collective's future."""
-    done = []
-    for at in range(20):
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        then = work.get_future().then(lambda _, at=at: (time.sleep(0.01), done.append(at)))
-        assert not work.is_completed() or at in done
-        work.wait()
-        assert work.is_completed()
-        assert done == list(range(at + 1))
-        then.wait()
+def case_waits_in_callbacks(rank, gloo):
+    """A reduction waits for its callbacks, and one of these may wait for the reduction."""
 
     def ask(_):
         work.wait()  # it has ended, but for this callback
@@ -349,13 +145,9 @@ def case_groups(rank, gloo):
     alone = dist.new_group([rank], use_local_synchronization=True)
     dist.all_reduce(tensors[0], group=alone)
     assert alone.client is None
-    mesh = init_device_mesh("cpu", (1, WORLD_SIZE), mesh_dim_names=("replicate", "shard"))
-    whole = torch.tensor([float(rank)])
-    dist.all_reduce(whole, group=mesh.get_group("shard"))
-    assert whole == 3
     dist.destroy_process_group(mine[0][1])
     with pytest.raises(LocalProtocolError, match="destroyed"):
-        mine[0][1].allreduce([whole])
+        mine[0][1].allreduce([tensors[0]])
 
 
 def case_the_same_ranks_split_twice(rank, gloo):
@@ -374,109 +166,6 @@ def case_the_same_ranks_split_twice(rank, gloo):
     assert tensors == [2, 4]
     jobs = {half.client.spec.job for half in halves}
     assert len(jobs) == 2
-
-
-def case_ddp(rank, gloo):
-    weights = []
-    for group in (None, gloo):
-        model = DistributedDataParallel(network(), process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = reduced()
-        torch.manual_seed(rank)
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(6, 8, dtype=torch.float64)).square().mean().backward()
-            optimizer.step()
-        assert (reduced() > before) == (group is None)
-        for initial in (True, False):
-            with model.join(divide_by_initial_world_size=initial):
-                for _ in range(rank + 1):
-                    optimizer.zero_grad()
-                    model(torch.randn(6, 8, dtype=torch.float64)).square().mean().backward()
-                    optimizer.step()
-        weights.append(torch.cat([p.detach().flatten() for p in model.state_dict().values()]))
-        everywhere = [torch.empty_like(weights[-1]) for _ in range(WORLD_SIZE)]
-        parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
-        everywhere = [torch.empty_like(parameters) for _ in range(WORLD_SIZE)]
-        dist.all_gather(everywhere, parameters)
-        assert all(torch.equal(parameters, other) for other in everywhere)
-    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
-
-
-def losses(model, forward):
-    """Train for some steps; return the mean of the losses over all ranks."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(100 + dist.get_rank())
-    found = []
-    for _ in range(4):
-        inputs = torch.randn(6, 8, dtype=torch.float64)
-        loss = (forward(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-def case_compiled(rank, gloo):
-    """The forward pass broadcasts the batch norm's buffers, which dynamo must not trace."""
-    del rank
-    found = []
-    for group in (None, gloo):
-        model = DistributedDataParallel(network(), process_group=group)
-        before = reduced()
-        found.append(losses(model, torch.compile(model, backend="aot_eager")))
-        assert (reduced() > before) == (group is None)
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
-
-
-def case_fp16_compress(rank, gloo):
-    del rank
-    found = []
-    for group in (None, gloo):
-        model = DistributedDataParallel(network(), process_group=group)
-        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        before = reduced()
-        found.append(losses(model, model))
-        halves = 4 * sum(2 * parameter.numel() for parameter in model.parameters())
-        assert reduced() - before == (halves if group is None else 0)
-    assert found[0] == pytest.approx(found[1], rel=1e-2)  # Gloo adds up in 16 bits
-
-
-def case_dtensor(rank, gloo):
-    whole = contribution(0, 2 * WORLD_SIZE, 5)
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    sharded = distribute_tensor(whole if rank == 0 else torch.zeros_like(whole), mesh, [Shard(0)])
-    assert torch.equal(sharded.to_local(), whole.chunk(WORLD_SIZE)[rank])
-    assert torch.equal(sharded.full_tensor(), whole)
-    mine = contribution(rank, 2 * WORLD_SIZE, 5)
-    total = mine.clone()
-    dist.all_reduce(total, group=gloo)
-    parts = DTensor.from_local(mine, mesh, [Partial()])
-    assert torch.equal(parts.redistribute(mesh, [Replicate()]).to_local(), total)
-    assert torch.equal(
-        parts.redistribute(mesh, [Shard(0)]).to_local(), total.chunk(WORLD_SIZE)[rank]
-    )
-
-
-def case_fsdp(rank, gloo):
-    whole, sharded = network(), network()
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    fully_shard(sharded, mesh=mesh)
-    client = mesh.get_group().join()
-    before = client.bytes_reduced
-    inputs = contribution(0, 6, 8, dtype=torch.float64)
-    for model in (whole, sharded):
-        model(inputs).square().mean().backward()
-    assert client.bytes_reduced > before
-    for mine, parameter in zip(whole.parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, parameter.grad.full_tensor())
-    found = []
-    for over in (mesh, DeviceMesh.from_group(gloo, "cpu")):
-        model = network()
-        fully_shard(model, mesh=over)
-        found.append(losses(model, model))
-    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 def case_failures(rank, gloo):

@@ -1,14 +1,16 @@
 """One rank of test_gloo_checks.py: what a script sees of torch.distributed over a backend.
 
 Started as ``python -m tests.integration.gloo_checks BACKEND``, in a launcher's usual environment,
-and perhaps with the names of some checks, as ``NAME;NAME``. Each check returns what a script would
-get: tensors, numbers, the type of an error. Nothing here knows what is right: Gloo says so.
+and perhaps with how the names of some checks begin, as ``NAME;NAME``. Each check returns what a
+script would get: tensors, numbers, the type of an error. Nothing here knows what is right: Gloo
+says so. Beside it stands how many bytes reducers have reduced.
 
 Contributions are small whole numbers, so that their reductions are the same in any order, or any
 numbers where the check's name says that they are rounded.
 """
 
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,14 +21,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import worker_client.torch_backend  # noqa: F401 (registers it, with torch before 2.14)
 from tests.ranks import write_result
+from worker_client.torch_backend import bytes_reduced  # registers it, with torch before 2.14
 
 Check = Callable[[], Any]
 
@@ -222,8 +226,9 @@ def others():
         yield f"all_to_all_single, {what}", partial(exchanged, dtype)
     for check in (
         *(gathered_into_tensor, gathered_unevenly, gathered_coalesced, gathered, scatter),
-        *(exchanged_unevenly, exchanged_lists, objects, sent, sent_async, received_from_any),
-        *(sent_in_batch, barriers, monitored, monitored_all, monitored_seconds),
+        *(exchanged_unevenly, exchanged_lists, objects, received_from_any, sent_in_batch),
+        *(barriers, monitored, monitored_all, monitored_seconds, tensor_of_shards),
+        tensors_that_gloo_frees,
     ):
         yield check.__name__.replace("_", " "), check
 
@@ -306,26 +311,6 @@ def objects():
     return [everywhere, at_one, mine, sent_to_all]
 
 
-def sent():
-    tensor = values(3)
-    if dist.get_rank() == 0:
-        dist.send(tensor, 1, tag=5)
-    elif dist.get_rank() == 1:
-        return [dist.recv(tensor, 0, tag=5), tensor]
-    return None
-
-
-def sent_async():
-    tensor = values(3)
-    if dist.get_rank() == 0:
-        dist.isend(tensor, 1).wait()
-    elif dist.get_rank() == 1:
-        work = dist.irecv(tensor, 0)
-        work.wait()
-        return [tensor, work.is_completed()]
-    return None
-
-
 def received_from_any():
     tensor = values(3)
     if dist.get_rank() == 0:
@@ -365,6 +350,25 @@ def monitored_seconds():
     return dist.monitored_barrier(timeout=20.0)
 
 
+def tensor_of_shards():
+    """Torch asks for a device that the group serves, and there may be no other than the CPU."""
+    size = dist.get_world_size()
+    spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(size)])
+    whole = torch.empty(2 * size, 2) if dist.get_rank() == 0 else None
+    sharded_tensor.ones(spec, 2 * size, 2).gather(out=whole)
+    return whole
+
+
+def tensors_that_gloo_frees():
+    """Leave the last reference to a tensor to a thread of Gloo's, which then needs the GIL."""
+    size = dist.get_world_size()
+    for _ in range(300):
+        dist.broadcast(torch.ones(10), 0, async_op=True)
+        dist.all_gather([torch.ones(10) for _ in range(size)], torch.ones(10), async_op=True)
+        dist.all_to_all_single(torch.ones(size), torch.ones(size), async_op=True)
+        dist.barrier()
+
+
 # -- handles
 
 
@@ -372,6 +376,8 @@ def handles():
     for name, ask in HANDLE.items():
         yield f"a handle's {name}", partial(asked_of_handle, ask)
     yield "a handle of several tensors", handle_of_several
+    yield "a handle that C++ keeps", handle_kept
+    yield "callbacks come before the end", callbacks_before_the_end
     yield "futures that wait for one another", futures_that_wait
     yield "a future whose callback fails", future_that_fails
     yield "a future's done callback", future_done
@@ -390,6 +396,7 @@ HANDLE = {
     "source_rank": lambda work: [work.wait(), work._source_rank()],
     "future": lambda work: work.get_future().wait(),
     "future's done": lambda work: [work.get_future().wait(), work.get_future().done()],
+    "own tensor": lambda work: [work.get_future().wait()[0] is work.result()[0]],
     "future's value": lambda work: [
         work.wait(),
         work.get_future().wait(),
@@ -417,7 +424,26 @@ def asked_of_handle(ask):
 def handle_of_several():
     tensors = [values(3), values(4)]
     work = dist.all_reduce_coalesced(tensors, async_op=True)
-    return [work.wait(), tensors]
+    return [work.wait(), tensors, work.get_future().then(lambda done: done.value()).wait()]
+
+
+def handle_kept():
+    tensor = values(3)
+    torch._C._distributed_c10d._register_work(tensor, dist.all_reduce(tensor, async_op=True))
+    torch.ops._c10d_functional.wait_tensor(tensor)
+    return tensor
+
+
+def callbacks_before_the_end():
+    """`wait()` returns after the callbacks of the collective's future."""
+    done, ends = [], []
+    for at in range(20):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        work.get_future().then(lambda _, at=at: (time.sleep(0.01), done.append(at)))
+        ends.append(not work.is_completed() or at in done)
+        work.wait()
+        ends += [work.is_completed(), list(done)]
+    return ends
 
 
 def futures_that_wait():
@@ -458,7 +484,7 @@ def groups():
     for check in (
         *(group_of_some, groups_in_another_order, group_of_all, group_of_one, group_by_itself),
         *(group_with_a_timeout, group_with_a_description, groups_by_size, groups_by_list),
-        *(what_is_known_of_a_group, ranks_in_a_group, group_that_was_destroyed, group_is_split),
+        *(what_is_known_of_a_group, group_that_was_destroyed, group_is_split),
         *(group_is_split_by_its_method, reduced_in_a_group, sorted_group, group_of_gloo),
         *(together_all_reduce, together_reduce_scatter, together_all_gather, together_async),
         *(together_of_nothing, meshes, mesh_is_flat),
@@ -538,14 +564,6 @@ def what_is_known_of_a_group():
         str(group.group_name).isdigit(),
         dist.get_pg_count() > 0,
     ]
-
-
-def ranks_in_a_group():
-    members = list(range(dist.get_world_size()))[1:]
-    group = dist.new_group(members)
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
-        return [dist.get_rank(group), dist.get_world_size(group)]
-    return [dist.get_group_rank(group, 1), dist.get_global_rank(group, 0), dist.get_rank(group)]
 
 
 def group_that_was_destroyed():
@@ -643,7 +661,7 @@ def gradients():
         rounded = "rounded to 16 bits" if "16" in name else "rounded"
         yield f"DDP, {name}, {rounded}", partial(trained, {}, hook)
     for check in (
-        *(accumulated, joined_unevenly, with_unused_parameters, sparse_gradients, with_zero),
+        *(compiled, joined_unevenly, with_unused_parameters, sparse_gradients, with_zero),
         *(sharded, tensors_are_distributed, tensors_are_partial, ddp_says, differentiated),
     ):
         yield f"{check.__name__.replace('_', ' ')}, rounded", check
@@ -651,10 +669,10 @@ def gradients():
         yield f"functional, {name}", call
 
 
-def network():
+def network(norm=torch.nn.LayerNorm):
     torch.manual_seed(7)
     return torch.nn.Sequential(
-        torch.nn.Linear(8, 33), torch.nn.LayerNorm(33), torch.nn.GELU(), torch.nn.Linear(33, 3)
+        torch.nn.Linear(8, 33), norm(33), torch.nn.GELU(), torch.nn.Linear(33, 3)
     )
 
 
@@ -744,20 +762,21 @@ def trained(options, register=None):
     return steps(model)
 
 
-def accumulated():
-    model = DistributedDataParallel(network())
-    torch.manual_seed(100 + dist.get_rank())
-    with model.no_sync():
-        model(torch.randn(6, 8)).square().mean().backward()
-    model(torch.randn(6, 8)).square().mean().backward()
-    return [parameter.grad for parameter in model.parameters()]
+def compiled():
+    """The forward pass broadcasts the batch norm's buffers, which dynamo must not trace."""
+    model = DistributedDataParallel(network(torch.nn.BatchNorm1d))
+    weights = steps(torch.compile(model, backend="aot_eager"))
+    return [*weights, *(one for one in model.buffers() if one.is_floating_point())]
 
 
 def joined_unevenly():
-    model = DistributedDataParallel(network())
-    with Join([model]):
-        steps(model, 1 + dist.get_rank())
-    return [parameter.detach() for parameter in model.parameters()]
+    weights = []
+    for initial in (True, False):
+        model = DistributedDataParallel(network(torch.nn.BatchNorm1d))
+        with Join([model], divide_by_initial_world_size=initial):
+            steps(model, 1 + dist.get_rank())
+        weights += [parameter.detach() for parameter in model.parameters()]
+    return weights
 
 
 def with_unused_parameters():
@@ -994,14 +1013,16 @@ def seen(check):
 def main():
     warnings.simplefilter("ignore")
     checks = all_checks()
-    names = sys.argv[2].split(";") if len(sys.argv) > 2 else list(checks)
+    names = tuple(sys.argv[2].split(";")) if len(sys.argv) > 2 else ("",)
     dist.init_process_group(sys.argv[1], timeout=timedelta(seconds=30))
     between = dist.new_group(backend="gloo")
     found = {}
-    for name in names:
-        found[name] = seen(checks[name])
-        write_result(found)
-        dist.barrier(between)  # an error at one rank may be nothing at another
+    for name, check in checks.items():
+        if name.startswith(names):
+            before = bytes_reduced()
+            found[name] = [seen(check), bytes_reduced() - before]
+            write_result(found)
+            dist.barrier(between)  # an error at one rank may be nothing at another
     dist.destroy_process_group()
 
 

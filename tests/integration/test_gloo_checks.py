@@ -17,6 +17,39 @@ RANK = ("-m", "tests.integration.gloo_checks")
 # By how much sums in another order may differ, relative to the largest. Gloo rounds 16-bit types
 # after each addition, reducers once.
 ROUNDED = {"float64": 1e-13, "float32": 1e-5, "float16": 4e-3, "bfloat16": 4e-2}
+SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+SIZES |= {"int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+BY_REDUCERS = ("SUM", "MIN", "MAX", "PRODUCT")
+WEIGHTS = 4 * (8 * 33 + 33 + 33 + 33 + 33 * 3 + 3)  # bytes of the network that is trained
+# How many bytes reducers reduce in some checks: in all, and for each rank that there is.
+BYTES = {
+    **{
+        f"all_reduce, {dtype}, {op}": 15 * size
+        for dtype, size in SIZES.items()
+        for op in BY_REDUCERS
+    },
+    "all_reduce_coalesced, float32, SUM": (3 + 4) * 4,
+    "all_reduce_coalesced, bfloat16, MAX": (3 + 4) * 2,
+    "together all reduce": (3 + 4) * 4,
+    "DDP, by default, rounded": 4 * WEIGHTS,  # in four steps
+    "compiled, rounded": 4 * WEIGHTS,
+    "DDP, FP16_COMPRESS, rounded to 16 bits": 4 * WEIGHTS // 2,
+}
+PARTS = {
+    **{f"reduce_scatter{call}, float32, SUM": 4 * 4 for call in ("", "_tensor")},
+    **{f"reduce_scatter{call}, bfloat16, MAX": 4 * 2 for call in ("", "_tensor")},
+    **{f"reduce_scatter{call}, int64, SUM": 4 * 8 for call in ("", "_tensor")},
+    "together reduce scatter": (2 + 3) * 4,
+}
+# How the names of checks begin in which reducers have something to do, however much it is.
+BY_REDUCERS_AS_WELL = ("gradients, ", "sharded", "with zero", "joined", "tensors are", "DDP, Power")
+# How the names of checks begin in which reducers have nothing to do.
+BY_GLOO = (
+    *(f"all_reduce, {dtype}, {op}" for dtype in SIZES for op in ("BAND", "BOR", "BXOR")),
+    *("all_reduce, bool, ", "all_reduce, sparse", "reduce, ", "broadcast, ", "all_gather, "),
+    *("all_to_all_single, ", "exchanged", "gathered", "scatter", "objects", "received", "sent"),
+    *("barriers", "monitored", "tensor of shards", "tensors that gloo frees", "group of one"),
+)
 
 
 class Difference(NamedTuple):
@@ -75,24 +108,23 @@ def table():
     return "| what | over Gloo | over the backend | because |\n|---|---|---|---|\n" + rows
 
 
-def found(backend, world_size, *names):
-    """Return what each rank sees over a backend, of all checks or of these."""
-    with local_pool(2) as servers:
-        return run(environments(world_size, servers), *RANK, backend, *names)
+def found(backend, world_size, servers, names):
+    """Return what each rank sees over a backend in the checks whose names begin so."""
+    return run(environments(world_size, servers), *RANK, backend, ";".join(names), timeout_s=280)
 
 
-def found_of_gloo(world_size):
+def found_of_gloo(world_size, names):
     """Return what each rank sees over Gloo, once its groups connect.
 
     Now and then two members of a group that its method has split do not find each other in 30 s
     (torch 2.13, two cores): those checks are made again.
     """
-    ranks = found("gloo", world_size)
+    ranks = found("gloo", world_size, (), names)
     apart = [
         name for name in ranks[0] if any("connectFullMesh" in str(rank[name]) for rank in ranks)
     ]
     if apart:
-        again = found("gloo", world_size, ";".join(apart))
+        again = found("gloo", world_size, (), apart)
         ranks = [rank | other for rank, other in zip(ranks, again, strict=True)]
     return ranks
 
@@ -117,16 +149,51 @@ def close(gloo, ours, relative):
     return all(math.isclose(*pair, rel_tol=0.0, abs_tol=relative * largest) for pair in pairs)
 
 
-def compared(world_size):
-    """Return of each check whether all ranks see the same over both."""
-    gloo, ours = found_of_gloo(world_size), found("reduction", world_size)
+def compared(world_size, backend="reduction", servers=(), names=()):
+    """Compare a backend with Gloo.
+
+    Args:
+        world_size: number of ranks.
+        backend: its name, as a script gives it.
+        servers: reducers; without any, ranks host them.
+        names: how those of the checks begin; without any, all.
+
+    Returns:
+        The names of checks in which a rank sees something else than over Gloo; of all checks, the
+        bytes that reducers have reduced at each rank.
+    """
+    gloo = found_of_gloo(world_size, names)
+    ours = found(backend, world_size, servers, names)
     assert [list(rank) for rank in gloo] == [list(rank) for rank in ours]
-    return {
-        name: all(
-            alike(name, one[name], other[name]) for one, other in zip(gloo, ours, strict=True)
-        )
-        for name in gloo[0]
+    ranks = list(zip(gloo, ours, strict=True))
+    differ = {
+        name
+        for name in ours[0]
+        if not all(alike(name, one[name][0], other[name][0]) for one, other in ranks)
     }
+    return differ, {name: [rank[name][1] for rank in ours] for name in ours[0]}
+
+
+def check(*arguments, **options):
+    """Check that a backend differs from Gloo as `DIFFERENCES` says, and reduces what it should.
+
+    Args:
+        arguments: of `compared`; the number of ranks is the first.
+        options: of `compared`.
+
+    Returns:
+        How many checks there were.
+    """
+    differ, reduced = compared(*arguments, **options)
+    assert differ == {name for one in DIFFERENCES for name in one.checks if name in reduced}
+    world_size = arguments[0]
+    expected = BYTES | {name: world_size * part for name, part in PARTS.items()}
+    for name, of_ranks in reduced.items():
+        if name in expected or name.startswith(BY_GLOO):
+            assert of_ranks == [expected.get(name, 0)] * world_size, name
+        if name.startswith(BY_REDUCERS_AS_WELL):
+            assert all(of_ranks), name
+    return len(reduced)
 
 
 def test_the_page_says_what_differs():
@@ -136,7 +203,5 @@ def test_the_page_says_what_differs():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_check(world_size):
-    same = compared(world_size)
-    assert len(same) >= 300
-    differ = {name for name, alike in same.items() if not alike}
-    assert differ == {name for one in DIFFERENCES for name in one.checks}
+    with local_pool(2) as servers:
+        assert check(world_size, servers=servers) >= 300

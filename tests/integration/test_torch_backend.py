@@ -1,4 +1,4 @@
-"""The process-group backend in real processes: every collective, against Gloo."""
+"""The process-group backend in real processes: what Gloo cannot be asked for, and a fallback."""
 
 import re
 from contextlib import ExitStack
@@ -8,6 +8,7 @@ import pytest
 
 from reducer.errors import ConfigError
 from tests.conftest import local_pool
+from tests.integration.test_gloo_checks import check
 from tests.ranks import case_names, environments, ranks, run
 from tests.waits import eventually
 
@@ -17,6 +18,11 @@ RANKS = 3
 MODULE = "tests.integration.backend_rank"
 RANK = ("-m", MODULE)
 CASES = case_names(MODULE)
+CHECKS = (
+    *("all_reduce", "reduce_scatter", "broadcast", "all_gather", "scatter", "barriers"),
+    *("a handle", "callbacks", "tensor", "DDP, by default", "DDP, FP16_COMPRESS", "compiled"),
+    *("joined unevenly", "sharded"),
+)
 BY_NAME = """
 import sys
 import torch
@@ -87,6 +93,12 @@ def test_through_a_pool(pool, case):
 @pytest.mark.parametrize("case", CASES)
 def test_embedded_and_by_device(embedded, case):
     assert [rank[case] for rank in embedded] == [""] * RANKS
+
+
+@pytest.mark.timeout(300)
+def test_a_script_sees_what_it_sees_over_gloo():
+    """With an odd number of ranks, which host the reducers; test_gloo_checks.py has all checks."""
+    assert check(RANKS, "cpu:reduction,cuda:reduction", names=CHECKS) >= 150
 
 
 @pytest.mark.timeout(300)
