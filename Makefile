@@ -65,7 +65,7 @@ demo: .venv/demo-ready
 test: .venv/ready
 	$(PYTEST) -rfEs $(PARALLEL) $(APART) -m "not extended"
 
-# All that `make test` runs, and what it leaves out: tests/extended.py says what.
+# All that `make test` runs, and what it leaves out: tests marked as extended.
 test-extended: .venv/notebook-ready
 	$(PYTEST) -rfEs $(PARALLEL) $(APART) $(SELECT)
 

@@ -12,7 +12,7 @@ lint` and `make test` included, takes at most `BUDGET_S` on two cores; tests/tes
 
 from __future__ import annotations
 
-import runpy
+import re
 import shlex
 import sys
 from fnmatch import fnmatch
@@ -46,7 +46,7 @@ REPRESENTATIVES = {
     EXTENDED: Representative(
         "test-extended SELECT='-m extended tests/torture/test_guarantee.py -k error_in_time'",
         25,
-        "jobs under random faults, and the fast tests that tests/extended.py names, in make test",
+        "jobs under random faults, and the fast tests that stand for extended ones, in make test",
     ),
     FRAMEWORKS: Representative(
         "test-frameworks SELECT='tests/frameworks/test_accelerate.py "
@@ -88,7 +88,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ".ci/run .ci/*.py Makefile pyproject.toml setup.py constraints.txt tests/conftest.py",
         EVERYTHING,
     ),
-    ("tests/extended.py tests/ranks.py tests/fork_server.py harness/*", EVERYTHING),
+    ("tests/ranks.py tests/fork_server.py harness/*", EVERYTHING),
     ("reducer/* worker_client/*", ("tests/engine", "tests/sim", "tests/worker_client")),
     ("*.c *.h *.pyx *.pxd", (SANITIZE, THREADS, FUZZ)),
     ("fuzz/* tests/fuzz/*", (FUZZ,)),
@@ -211,8 +211,12 @@ def _by(path: str) -> set[str]:
 
 def files_of(demand: str) -> set[str]:
     """Return the folder, or the files whose names begin so, if extended tests are there."""
-    rows = runpy.run_path(str(ROOT / "tests" / "extended.py"))["ROWS"]
-    files = {row.tests.partition("::")[0] for row in rows if row.tests.startswith(demand)}
+    files = {
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "tests").rglob("test_*.py")
+        if file.relative_to(ROOT).as_posix().startswith(demand)
+        and re.search(r"mark\.extended|\bimpl\b", file.read_text(encoding="utf-8"))
+    }
     return {demand} if files and (ROOT / demand).is_dir() else files
 
 

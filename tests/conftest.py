@@ -1,7 +1,6 @@
 """Fixtures that several layers use: real pools, and jobs of real clients in this process."""
 
 import errno
-import functools
 import os
 import signal
 import socket
@@ -16,9 +15,7 @@ from hypothesis import settings
 
 import reducer
 from reducer.config import load
-from reducer.runtime import implementation
 from reducer.server import Server
-from tests.extended import ROWS
 from tests.ranks import SETTINGS, Forked
 from tests.verdicts import (  # noqa: F401 (hooks)
     pytest_make_collect_report,
@@ -94,14 +91,22 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks
 def pytest_collection_modifyitems(config, items):
-    """Mark the extended tests, and begin with the files that take longest."""
+    """Mark the extended cases, and begin with the files that take longest."""
+    unused = set()
     for item in items:
-        row = row_of(item)
-        if row:
-            item.add_marker(pytest.mark.extended(instead=row.instead))
+        for mark in item.iter_markers("extended_cases"):
+            unused.update((item.originalname, case) for case in mark.args)
+    for item in items:
+        for mark in item.iter_markers("extended_cases"):
+            begins = [case for case in mark.args if item.callspec.id.startswith(case)]
+            unused.difference_update((item.originalname, case) for case in begins)
+            if begins:
+                item.add_marker(pytest.mark.extended)
     part = config.getoption("lf", False) or any("::" in argument for argument in config.args)
     if not part:  # files are here as a whole
-        check_rows(items)
+        for name, case in unused:
+            raise pytest.UsageError(f"{name} has no case that begins with {case!r}")
+        check_fast(items)
     items.sort(key=place)
 
 
@@ -110,36 +115,18 @@ def place(item):
     return next((at for at, file in enumerate(LONGEST) if item.nodeid.startswith(file)), 99)
 
 
-def row_of(item):
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    rows = rows_of(item.nodeid.partition("::")[0])
-    return next((row for row in rows if row.names(item.nodeid, parameters)), None)
-
-
-@functools.cache
-def rows_of(file):
-    """Return the rows of a file, and of the folders that it is in."""
-    return tuple(row for row in ROWS if row.tests.startswith(file) or file.startswith(row.tests))
-
-
-def check_rows(items):
-    """Refuse rows that have become wrong: a test was renamed, or became extended itself."""
+def check_fast(items):
+    """Refuse extended tests whose fast ones are gone, or extended themselves."""
     fast = [item.nodeid for item in items if not item.get_closest_marker("extended")]
     files = {item.nodeid.partition("::")[0] for item in items}
-    used = {id(row_of(item)) for item in items}
-    for row in ROWS:
-        stale = [
-            begins
-            for begins in (row.tests, *row.instead)
-            if begins.partition("::")[0] in files  # of a folder, some files alone may be here
-            and not (
-                id(row) in used
-                if begins is row.tests
-                else any(nodeid.startswith(begins) for nodeid in fast)
-            )
-        ]
-        if stale:
-            raise pytest.UsageError(f"tests/extended.py: {row} names no test by {stale}")
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        for mark in item.iter_markers("extended"):
+            for name in mark.args:
+                begins = name if "/" in name else f"{file}::{name}"
+                here = begins.partition("::")[0] in files  # of a folder, some alone may be
+                if here and not any(nodeid.startswith(begins) for nodeid in fast):
+                    raise pytest.UsageError(f"{item.nodeid}: there is no fast test {begins}")
 
 
 @contextmanager
@@ -225,7 +212,11 @@ def broken_pipes():
     signal.signal(signal.SIGPIPE, before)
 
 
-@pytest.fixture(scope="module", params=implementation.NAMES)
+# The compiled implementation runs every scenario in `make test`. The plain one does so where the
+# two are compared: engines, sessions, flights and transports, whose tests have their own fixtures.
+@pytest.fixture(
+    scope="module", params=["compiled", pytest.param("plain", marks=pytest.mark.extended)]
+)
 def impl(request):
     """Make the test's workers and reducers plain, and then compiled ones."""
     with pytest.MonkeyPatch.context() as patch:

@@ -48,7 +48,7 @@ FUZZED = ["sanitize SANITIZE=--short", "fuzz FUZZ_SECONDS=5"]
         ("docs/tutorial.md", ["docs"], ["test-extended"]),
         ("docker/vertex/custom-job.yaml", ["test-containers"], ["test-extended", "test-clouds"]),
         ("tests/frameworks/torch_suite.py", ["test-frameworks"], ["test-torch-suite"]),
-        ("tests/wire/test_header.py", [], []),
+        ("tests/kill_matrix/test_kill_matrix.py", [], []),
         ("tests/of_yore/test_what.py", [], []),
         (
             "Makefile",
@@ -157,6 +157,9 @@ def look_again(folder, body, name="tests/test_once.py", files=1, log=RAN):
     return status, len((folder / "runs").read_text()), kept.read_text() if kept.exists() else ""
 
 
+@pytest.mark.extended_cases(
+    "crash", "hang", "wrong as well", "guarantee", "stopped", "many", "skipped", "late again"
+)
 @pytest.mark.parametrize(
     ("body", "others"),
     [
@@ -238,8 +241,6 @@ def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path):
     (tmp_path / ".ci").mkdir()
     for name in ("run", "demands.py", "second_look.py"):
         (tmp_path / ".ci" / name).write_text((ROOT / ".ci" / name).read_text())
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "extended.py").write_text((ROOT / "tests" / "extended.py").read_text())
     (tmp_path / ".gitignore").write_text("bin\n")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "make").write_text("#!/bin/sh\necho '=== 1 passed in 0.01s ==='\n")

@@ -80,6 +80,7 @@ def test_all_reduces_are_compared_and_reported(tmp_path):
     assert (tmp_path / "report-pictures" / "1.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.extended("test_all_reduces_are_compared")
 @pytest.mark.parametrize(
     ("given", "sizes", "cards"),
     [
@@ -103,6 +104,7 @@ def test_other_contenders(given, sizes, cards, tmp_path):
     assert all((row.reducer_cpu_s_per_gb is None) == (row.contender == "embedded") for row in rows)
 
 
+@pytest.mark.extended("test_all_reduces_are_compared")
 def test_scaling(tmp_path):
     given = ["--workers", "2,3", "--reducers", "1,3", "--size", "64KiB", "--no-embedded"]
     picture = tmp_path / "found.png"
@@ -115,6 +117,7 @@ def test_scaling(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.extended("test_all_reduces_are_compared")
 def test_soak(tmp_path):
     file, picture = tmp_path / "found.json", tmp_path / "found.png"
     given = ["--count", "300", "--samples", "10", "--check-every", "20"]
@@ -138,6 +141,7 @@ def test_what_cannot_be_measured_is_said(tmp_path):
     assert "is no result of these benchmarks" in done.stderr
 
 
+@pytest.mark.extended("test_all_reduces_are_compared")
 def test_a_contender_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setenv("REDUCTION_CHUNK_BYTES", "7")
     file = tmp_path / "found.json"
@@ -254,6 +258,7 @@ def test_predictions_know_the_topology_and_the_shaper(contender, k, least):
     assert predicted == pytest.approx(sum(times) - min((256 << 10) / rate, times.idle_s))
 
 
+@pytest.mark.extended("test_all_reduces_are_compared")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for hosts with links of their own")
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
 def test_predictions_are_compared_with_the_lab():
@@ -270,6 +275,7 @@ def test_predictions_are_compared_with_the_lab():
     ]
 
 
+@pytest.mark.extended("test_all_reduces_are_compared")
 def test_checkouts_side_by_side():
     given = ["--unshaped", "--workers", "2", "--reducers", "1", "--sizes", "4KiB"]
     lines = bench(
@@ -282,6 +288,7 @@ def test_checkouts_side_by_side():
     assert 0.1 < float(other[4]) < 10
 
 
+@pytest.mark.extended("test_all_reduces_are_compared")
 @pytest.mark.parametrize("reducers", [0, 2])
 def test_auto_is_compared_with_what_could_be_set(reducers):
     sizes = "4KiB", "64B+8KiB&2x64KiB"

@@ -11,6 +11,7 @@ from tests.ranks import Loopback
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("model", "pool", "forks"),
     [

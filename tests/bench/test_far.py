@@ -13,6 +13,7 @@ from tests.commands import run_command
 ROOT = Path(__file__).parent.parent.parent
 
 
+@pytest.mark.extended("tests/bench/test_allreduce.py::test_results_say_how_far")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces")
 @pytest.mark.skipif(
     not (shutil.which("iperf3") and shutil.which("cc")),

@@ -5,12 +5,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
 MICRO = ROOT / "bench/micro"
 
 
+@pytest.mark.extended("tests/bench/test_allreduce.py::test_all_reduces_are_compared")
 def test_all_but_the_large_ones_find_the_right_results():
     assert find_spec("pytest_benchmark"), "pytest-benchmark is missing: install the extra `dev`"
     command = [sys.executable, "-m", "pytest", MICRO, "--benchmark-disable", "--tb=short"]

@@ -178,6 +178,7 @@ def test_results_are_read_as_they_were_written(all_reduces, ddp, chaos, tmp_path
         assert read(tmp_path / "found.json") == found
 
 
+@pytest.mark.extended("tests/bench/test_allreduce.py::test_all_reduces_are_compared")
 def test_markdown_has_its_pictures_beside_it(all_results, tmp_path):
     report.compose(all_results, "page-pictures").write(tmp_path / "page.md")
     pictures = re.findall(r"!\[.*\]\((.*)\)", (tmp_path / "page.md").read_text())

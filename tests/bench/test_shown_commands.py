@@ -25,6 +25,7 @@ SHOWN = sorted(
 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("module", "arguments"), SHOWN)
 def test_a_benchmark_takes_the_arguments_that_are_shown(module, arguments):
     app = typer.Typer()

@@ -370,7 +370,13 @@ def case(machine, how):
     return made
 
 
+def long(machine):
+    """A test case of many more examples."""
+    marked = pytest.mark.timeout(600)(case(machine, MANY))
+    return pytest.mark.extended(f"Test{machine.__name__}")(marked)
+
+
 TestTraining = case(Training, FEW)
 TestPlainTraining = case(PlainTraining, FEW)
-TestLongTraining = pytest.mark.timeout(600)(case(Training, MANY))
-TestLongPlainTraining = pytest.mark.timeout(600)(case(PlainTraining, MANY))
+TestLongTraining = long(Training)
+TestLongPlainTraining = long(PlainTraining)

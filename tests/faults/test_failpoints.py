@@ -156,7 +156,11 @@ def outcome(work):
 # Whether rank 1 is late: then Python takes the first contributions in the compiled loop, too.
 WAYS = pytest.mark.parametrize(
     ("impl", "late"),
-    [("plain", False), ("compiled", False), ("compiled", True)],
+    [
+        pytest.param("plain", False, marks=pytest.mark.extended),
+        ("compiled", False),
+        ("compiled", True),
+    ],
     indirect=["impl"],
     ids=["plain", "compiled", "compiled-late"],
 )

@@ -37,7 +37,10 @@ class Net(NamedTuple):
     proxies: list[Proxy]
 
 
-@pytest.fixture(params=[1, 3], ids=["one", "streams"])
+@pytest.fixture(
+    params=[1, pytest.param(3, marks=pytest.mark.extended("tests/faults/test_streams.py"))],
+    ids=["one", "streams"],
+)
 def streams(request, impl):
     """Connections to each reducer."""
     if impl == "plain" and request.param > 1:

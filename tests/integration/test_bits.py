@@ -102,6 +102,7 @@ def test_every_rank_gets_the_oracles_bits_in_the_covering_array():
                         check(members, dtype, op, size)
 
 
+@pytest.mark.extended("test_every_rank_gets_the_oracles_bits_in_the")
 @pytest.mark.timeout(400)  # 11,664 all-reduces, some of them of 8 MB at 9 ranks
 def test_every_rank_gets_the_oracles_bits_in_all_cases():
     done = 0
@@ -131,6 +132,7 @@ def run_again(kernel, impl, world_sizes, sizes, monkeypatch):
                     check(members, dtype, op, size)
 
 
+@pytest.mark.extended_cases("avx2", "generic")
 @pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
 def test_a_second_run_gives_the_same_bits_with_any_kernel_and_either_loop(
     kernel, impl, monkeypatch
@@ -138,6 +140,7 @@ def test_a_second_run_gives_the_same_bits_with_any_kernel_and_either_loop(
     run_again(kernel, impl, (3,), (0, 7, 1023, 65537), monkeypatch)
 
 
+@pytest.mark.extended("test_a_second_run_gives_the_same_bits")
 @pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
 def test_a_second_run_of_every_case_gives_the_same_bits(kernel, impl, monkeypatch):
     run_again(kernel, impl, (1, 3, 8), SIZES, monkeypatch)

@@ -315,6 +315,7 @@ def test_a_straggler_is_counted_without_lost_ranks(pool):
         one.membership = whole
 
 
+@pytest.mark.extended_cases("compiled-elastic", "compiled-casting")
 def test_a_late_rank_is_named(four):
     asked = [Asked(np.ones(4, np.float32), 0.5) for _ in four[:3]]
     for one, communicator in zip(asked, four, strict=False):
@@ -325,6 +326,7 @@ def test_a_late_rank_is_named(four):
     assert all(one.ends[0] is not None for one in asked)
 
 
+@pytest.mark.extended_cases("compiled-fallback", "compiled-casting", "compiled-elastic,")
 def test_an_interrupted_call_is_no_other_ones(four):
     """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
     for line in range(1, 200):

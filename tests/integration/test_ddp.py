@@ -53,6 +53,7 @@ def test_a_second_run_gives_the_same_bits(options):
         assert rank["repeat"]["reduction"] == rank["many_buckets"]["reduction"]
 
 
+@pytest.mark.extended_cases("3")
 @pytest.mark.parametrize("reducers", [0, 3])
 def test_three_ranks_in_fp32(reducers):
     # Without servers every rank hosts a reducer: the embedded default.

@@ -54,6 +54,7 @@ def assert_nothing_lost(record, undisturbed):
     assert max(record.durations()) < LONGEST_STALL_S
 
 
+@pytest.mark.extended("tests/integration/test_failures.py", "tests/integration/test_ddp.py")
 def test_reducers_that_are_killed_and_come_back(impl, undisturbed):
     record = run(at_random(KILLS, REDUCERS, seed=0, number=signal.SIGKILL))
     assert_nothing_lost(record, undisturbed)
@@ -62,6 +63,7 @@ def test_reducers_that_are_killed_and_come_back(impl, undisturbed):
     assert record.totals["moved"] > 0
 
 
+@pytest.mark.extended("tests/integration/test_failures.py", "tests/integration/test_ddp.py")
 def test_all_reducers_are_replaced_one_by_one_and_then_lost_but_one(impl, undisturbed):
     # One training, as most of the time goes to starting it.
     rolling = [Blow(reducer, number=signal.SIGTERM) for reducer in range(REDUCERS)]

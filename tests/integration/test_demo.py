@@ -149,10 +149,12 @@ def forked(monkeypatch, capsys, tmp_path):
     return demo
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 def test_it_trains_alike_through_reducers_and_through_gloo(forked, tmp_path):
     assert_alike(*forked(workers=2, reducers=2, epochs=3), tmp_path)
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 def test_the_command_trains_alike(start, tmp_path):
     demo = start("--workers", "2", "--epochs", "3")
     assert_alike(*demo.finish(), tmp_path)
@@ -186,6 +188,7 @@ def assert_two_curves(path):
         assert width > 600, "from the first step to the last"
 
 
+@pytest.mark.extended("test_ranks_that_differ_are_a_failure")
 def test_too_little_training_is_a_failure_that_says_so(start, tmp_path):
     demo = start("--workers", "2", "--reducers", "0", "--epochs", "1", "--plot", "other.png")
     code, said = demo.finish()
@@ -216,6 +219,7 @@ def test_ranks_that_differ_are_a_failure_that_says_so(monkeypatch, capsys, tmp_p
     assert "through Gloo, the" not in said
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 def test_a_worker_that_dies_is_named_and_the_others_are_stopped(start):
     demo = start("--workers", "2", "--epochs", "500", "--reducers", "1")
     victim = demo.wait_until_it_trains(workers=2)[-1]
@@ -227,6 +231,7 @@ def test_a_worker_that_dies_is_named_and_the_others_are_stopped(start):
     demo.assert_nobody_is_left(within_s=0)
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 @pytest.mark.parametrize(
     ("number", "to_all"),
     [(signal.SIGINT, True), (signal.SIGTERM, False)],
@@ -243,6 +248,7 @@ def test_it_can_be_stopped(start, number, to_all):
     assert "Traceback" not in said
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 def test_nobody_outlives_a_killed_demo(start):
     demo = start("--workers", "2", "--epochs", "500", "--reducers", "1")
     demo.wait_until_it_trains(workers=2)
@@ -250,6 +256,7 @@ def test_nobody_outlives_a_killed_demo(start):
     demo.assert_nobody_is_left(within_s=GONE_S)
 
 
+@pytest.mark.extended_cases("options1", "options2", "options4")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

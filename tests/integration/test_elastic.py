@@ -143,24 +143,29 @@ def lose_in_turn(*victims):
     return action
 
 
+@pytest.mark.extended_cases("compiled-3-1")
 @pytest.mark.parametrize(("workers", "reducers"), [(4, 2), (3, 1), (3, 0)])
 def test_the_others_go_on_when_a_rank_dies(impl, workers, reducers):
     assert_went_on(run(workers, reducers, lose_in_turn(1)))
 
 
+@pytest.mark.extended("test_the_others_go_on_when_a_rank_dies")
 @pytest.mark.parametrize("reducers", [2, 0])
 def test_a_rank_dies_while_the_others_compute(reducers):
     assert_went_on(run(3, reducers, lose_in_turn(1), rest_s=0.3))
 
 
+@pytest.mark.extended("test_the_others_go_on_when_a_rank_dies")
 def test_the_first_rank_is_like_any_other():
     assert_went_on(run(3, 2, lose_in_turn(0)))
 
 
+@pytest.mark.extended("test_the_others_go_on_when_a_rank_dies")
 def test_one_rank_after_another_dies_down_to_the_last():
     assert_went_on(run(5, 2, lose_in_turn(4, 2, 1, 3)))
 
 
+@pytest.mark.extended("test_a_minority_does_not_go_on")
 @pytest.mark.parametrize("seed", range(3))
 def test_several_die_at_about_the_same_time(seed):
     rng = random.Random(seed)
@@ -174,6 +179,7 @@ def test_several_die_at_about_the_same_time(seed):
     assert_went_on(run(5, 3, action))
 
 
+@pytest.mark.extended("test_the_others_go_on_when_a_rank_dies")
 def test_a_reducer_dies_with_a_rank():
     def action(job):
         assert job.pool is not None

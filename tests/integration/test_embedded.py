@@ -60,11 +60,13 @@ def assert_exact(pool, reducers, turn, **settings):
         assert job.outputs() == ["exact\n"] * 3
 
 
+@pytest.mark.extended_cases("1", "2")
 @pytest.mark.parametrize("turn", [0, 1, 2])
 def test_bits_and_leaving_in_any_order(turn):
     assert_exact(0, "n", turn)
 
 
+@pytest.mark.extended_cases("two", "enough")
 @pytest.mark.parametrize(
     ("pool", "reducers"), [(1, "1 + n"), (2, "2 + n"), (3, "3")], ids=["one", "two", "enough"]
 )

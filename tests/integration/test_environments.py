@@ -141,6 +141,7 @@ def job_in(environment, space):
     return log.read_text(), said[0][1]
 
 
+@pytest.mark.extended_cases("ipv6", "Turkish", "64 files", "read-only root")
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_a_job_in(name, tmp_path):
     environment = ENVIRONMENTS[name]
@@ -173,6 +174,7 @@ def cgroup():
     pytest.skip("no control group of memory can be made here")
 
 
+@pytest.mark.extended("test_a_job_in[1 GB of address space]")
 @pytest.mark.parametrize(("asked", "level"), [(None, "info"), ("8GiB", "warning")])
 def test_a_reducer_gives_jobs_less_memory_than_its_container_has(cgroup, tmp_path, asked, level):
     """Otherwise the kernel would end it in the middle of its jobs."""
@@ -251,6 +253,7 @@ def test_129_ranks():
         all_reduce(clients)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(psutil.virtual_memory().total < 16 << 30, reason="needs 16 GiB of memory")
 def test_a_call_of_3_gib_has_more_than_31_bits_of_elements():
     period = np.arange(101, dtype=np.uint8)  # of no chunk, no shard and no page

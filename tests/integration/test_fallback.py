@@ -112,6 +112,7 @@ def assert_went_on(job, times=1, back=0):
         assert end["after"] == ""
 
 
+@pytest.mark.extended_cases("killed-3", "killed-4", "drained-2", "drained-4")
 @pytest.mark.parametrize(("workers", "reducers"), [(3, 2), (2, 1), (4, 3)])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "drained"])
 def test_the_job_goes_on_when_no_reducer_is_left(workers, reducers, number):
@@ -123,6 +124,7 @@ def test_the_job_goes_on_when_no_reducer_is_left(workers, reducers, number):
     assert_went_on(run(workers, reducers, lose_all))
 
 
+@pytest.mark.extended_cases("3")
 @pytest.mark.parametrize(("workers", "times"), [(2, 1), (3, 3)])
 def test_reducers_that_come_back_are_used_again(workers, times):
     def come_and_go(job):
@@ -139,6 +141,7 @@ def test_reducers_that_come_back_are_used_again(workers, times):
     assert all(end["in_use"] == [True, True] for end in job.ends.values())
 
 
+@pytest.mark.extended("test_reducers_that_come_back_are_used_again[2-1]")
 def test_one_reducer_that_comes_back_is_enough():
     def come_back(job):
         for reducer in range(2):
@@ -152,6 +155,7 @@ def test_one_reducer_that_comes_back_is_enough():
     assert all(end["in_use"] == [False, True] for end in job.ends.values())
 
 
+@pytest.mark.extended("test_reducers_that_come_back_are_used_again[2-1]")
 def test_reducers_that_come_and_go_at_once_cost_nothing():
     def flicker(job):
         for _ in range(3):
@@ -176,6 +180,7 @@ def test_it_serves_a_job_that_would_go_on_without_lost_ranks():
     assert_went_on(run(3, 1, lose_all, REDUCTION_ON_RANK_LOST="continue"))
 
 
+@pytest.mark.extended("test_the_job_goes_on_when_no_reducer_is_left[drained-3-2]")
 def test_one_reducer_after_another_is_lost():
     def lose_all(job):
         for reducer in range(3):

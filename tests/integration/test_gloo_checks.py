@@ -200,6 +200,7 @@ def test_the_page_says_what_differs():
     assert table() in (ROOT / "docs/frameworks.md").read_text()
 
 
+@pytest.mark.extended("test_the_page_says_what_differs")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_check(world_size):

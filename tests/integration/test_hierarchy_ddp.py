@@ -23,6 +23,7 @@ def run(case, servers, nodes=NODES, **more):
         return job.results(200, killed=[VICTIM] if case == "lose" else [])
 
 
+@pytest.mark.extended_cases("0")
 @pytest.mark.parametrize("reducers", [0, 2])
 def test_ddp_trains_as_without_hierarchy(pool, reducers):
     found = run("train", pool[:reducers])
@@ -36,6 +37,7 @@ def test_ddp_trains_as_without_hierarchy(pool, reducers):
         assert len({rank[mode]["weights"] for rank in found}) == 1
 
 
+@pytest.mark.extended("test_ddp_trains_as_without_hierarchy[2]")
 def test_on_one_node_there_is_no_hierarchy(pool):
     found = run("train", pool, nodes=1)
     assert {rank["auto"]["between"] for rank in found} == {len(EVERYBODY)}

@@ -60,6 +60,7 @@ def errors(request):
     return run_cases(ERRORS, request.param)
 
 
+@pytest.mark.extended_cases("2")
 @pytest.mark.parametrize("case", case_names(ERRORS))
 def test_errors(errors, case):
     assert {rank.get(case, "not reached") for rank in errors} == {""}
@@ -101,6 +102,7 @@ def test_tensors_on_a_gpu():
     assert run_cases(CUDA, 2) == [dict.fromkeys(case_names(CUDA), "")] * 2
 
 
+@pytest.mark.extended("tests/integration/test_embedded.py", "test_training")
 def test_without_servers_every_rank_hosts_a_reducer_until_all_have_left():
     assert run_script(environments(2)) == [
         "0 2 0 2 0 1 -0.5 -0.5 2\n",
@@ -127,6 +129,7 @@ def test_mpirun_says_who_is_who():
     assert said == ["0 2 0 1 0 2 -0.5 -0.5 2\n", "1 2 0 1 1 2 -0.5 -0.5 2\n"]
 
 
+@pytest.mark.extended("test_servers_without_a_launcher_are_refused")
 def test_without_a_launcher_the_job_is_of_one():
     assert run_script([environment()]) == ["0 1 0 1 0 1 0.0 0.0 1\n"]
 
@@ -138,6 +141,7 @@ def test_servers_without_a_launcher_are_refused():
         assert "ConfigError: rank and world size are unknown" in rank.err
 
 
+@pytest.mark.extended("test_training", "tests/integration/test_join.py")
 def test_a_rank_is_killed_and_one_joins(pool):
     arguments = ["examples/horovod_elastic_digits.py", "--epochs", "12", "--pause", "0.01"]
     settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "60s"}
@@ -184,6 +188,7 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.extended("test_training", "tests/integration/test_join.py")
 def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for(pool):
     settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "1500ms"}
     with ranks(environments(2, pool, REDUCTION_JOB="stall", **settings), "-c", STALL) as job:

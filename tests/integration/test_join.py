@@ -121,6 +121,7 @@ def run(workers, reducers, action, **settings):
     return training
 
 
+@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
 def test_four_ranks_become_three_four_six_and_five():
     def action(training):
         training.kill(1)
@@ -144,6 +145,7 @@ def test_four_ranks_become_three_four_six_and_five():
     assert latest["changes"][-1][2] == [0]
 
 
+@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
 @pytest.mark.parametrize("missed", ["admission", "meeting", "decision"])
 def test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost(missed):
     """Rank 1 lacks the admission, or the last result of the meeting with rank 3; rank 2 dies.
@@ -161,6 +163,7 @@ def test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost(mi
     assert training.latest[3]["present"] == [0, 1, 3]
 
 
+@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_are_lost_while_others_join(seed):
     rng = random.Random(seed)
@@ -175,6 +178,7 @@ def test_ranks_are_lost_while_others_join(seed):
     run(4, 2, action)
 
 
+@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
 def test_many_changes_while_reducers_come_and_go():
     rng = random.Random(0)
 
@@ -389,6 +393,7 @@ def test_ranks_join_between_calls(job):
         client.admit()
 
 
+@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
 def test_the_example_trains_alike_at_old_ranks_and_new_ones(servers):
     arguments = ["examples/elastic_digits.py", "--steps", "120", "--pause", "0.01"]
     settings = {"REDUCTION_JOB": "digits", "REDUCTION_TIMEOUT": "60s"}

@@ -47,6 +47,7 @@ def test_the_notebook_is_kept_without_outputs():
     assert {cell["execution_count"] for cell in cells(NOTEBOOK)} == {None}
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_the_loss_goes_on_when_a_reducer_is_killed(tmp_path):
     for module in ("nbclient", "ipykernel", "matplotlib"):

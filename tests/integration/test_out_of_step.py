@@ -205,6 +205,12 @@ def test_an_earlier_run_that_ends_soon_is_waited_for():
             check([zero, one], 1)
 
 
+@pytest.mark.extended_cases(
+    "compiled-wire_dtype-values1",
+    "compiled-wire_dtype-values2",
+    "compiled-fusion_threshold",
+    "compiled-servers-values6",
+)
 @pytest.mark.parametrize(
     ("variable", "values", "said"),
     [

@@ -31,6 +31,7 @@ def torchrun(tmp_path):
     return tmp_path
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 def test_the_three_commands_of_the_first_page_run_as_shown():
     if run_command("make", "--question", ".venv/demo-ready", cwd=ROOT).returncode:
         pytest.skip("would install packages: run make demo")
@@ -46,6 +47,7 @@ def test_the_tutorial_goes_on_from_the_first_page():
     assert commands.splitlines()[-1] in blocks("docs/tutorial.md", "sh")[0]
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 def test_the_tutorial_runs_as_shown_on_one_machine(torchrun):
     steps = on_free_ports("".join(blocks("docs/tutorial.md", "sh")[:5]))
     with shell(steps, path=torchrun, HOME=str(torchrun)) as running:
@@ -65,6 +67,7 @@ def test_the_tutorial_runs_as_shown_on_one_machine(torchrun):
     assert "as it should be" in said
 
 
+@pytest.mark.extended("tests/integration/test_horovod.py")
 def test_a_script_for_horovod_runs_as_shown(torchrun):
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     (train,) = blocks("docs/from-horovod.md", "sh")
@@ -77,6 +80,7 @@ def test_a_script_for_horovod_runs_as_shown(torchrun):
     assert int(first[3]) > 0
 
 
+@pytest.mark.extended("tests/integration/test_torch_backend.py")
 def test_the_backend_trains_as_gloo_does(torchrun):
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     (train,) = blocks("docs/from-gloo.md", "sh")

@@ -44,6 +44,7 @@ def call(job):
     return [rank.stdout.readline().rstrip() for rank in job]
 
 
+@pytest.mark.extended("tests/integration/test_failures.py", "tests/sim/")
 def test_a_pause_of_all_processes_loses_nobody_and_of_one_reducer_that_one():
     settings = {"REDUCTION_JOB": "pauses", "REDUCTION_PATIENCE": f"{PATIENCE_S:g}s"}
     with local_pool(2) as servers:

@@ -68,10 +68,12 @@ def longest(result):
     return max(end - begin for begin, end in result["waits"])
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 def test_a_rank_is_stopped_amid_an_averaging(pool):
     check_stop(pool, STOPS_IN_A_CONTRIBUTION, "1s")  # the reducers give it up
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 @pytest.mark.parametrize(
     ("failpoints", "patience"),
     [(STOPS_IN_A_CONTRIBUTION, "30s"), (STOPS_IN_A_RESULT, "1s"), (STOPS_IN_A_RESULT, "30s")],
@@ -96,6 +98,7 @@ def check_stop(pool, failpoints, patience):
     assert max(longest(result) for result in results[:2]) < 2.5 + 1.0
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 def test_a_rank_dies_and_every_averaging_ends_without_it(pool):
     settings = {"min_ranks": 2, "grace": 1.5, "steps": 20, "fragments": 1, "port": free_port()}
     (store,) = re.findall(r"^ +python -c \"(.*TCPStore.*)\"$", SLOW_LINKS.read_text(), re.M)
@@ -113,6 +116,7 @@ def test_a_rank_dies_and_every_averaging_ends_without_it(pool):
     assert 3.0 < first["last_s"] < 5.0, "the last one waits for all, for as long as a call may take"
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 @pytest.mark.parametrize("patience", ["1s", "60s"])
 def test_one_of_eight_is_stopped_again_and_again(pool, patience):
     grace_s = 5.0
@@ -263,6 +267,7 @@ def train(rank, until):
         rank.outer.step(tokens=tokens_of(rank.client.rank))
 
 
+@pytest.mark.extended_cases("0")
 @pytest.mark.parametrize("delay", [0, 2])
 def test_ranks_and_numpy_have_the_same_bits(pool, monkeypatch, delay):
     every = 5
@@ -368,6 +373,7 @@ def test_a_finish_after_a_finish_changes_nothing(pool):
         assert ended[0] == ended[1]
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 def test_too_few_ranks(pool):
     settings = {"every": 2, "min_ranks": 2, "grace": 60, "store": HashStore()}
     with joined(3, servers=pool, job="quorum", timeout=3) as clients:
@@ -447,6 +453,7 @@ def test_jobs_that_cannot_have_one_of_some_ranks(pool):
         OuterOptimizer(layers(), client, every=2, **quorum)
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 def test_a_reducer_dies_and_the_bits_are_the_same():
     def train(*, kill):
         settings = {"every": 5, "min_ranks": 2, "grace": 10.0, "store": HashStore()}
@@ -476,6 +483,7 @@ def be_late(patch, client):
     patch.setattr(client, "subgroup", late)
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 def test_a_void_attempt_leaves_no_trace(pool, monkeypatch):
     def train(*, void):
         settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}
@@ -494,6 +502,7 @@ def test_a_void_attempt_leaves_no_trace(pool, monkeypatch):
     assert train(void=True) == train(void=False)
 
 
+@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 def test_the_last_averaging_of_the_others_ends_without_a_rank(pool, monkeypatch):
     settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}
     with joined(3, servers=pool, job="quorum", timeout=20) as clients:

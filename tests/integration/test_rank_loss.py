@@ -29,6 +29,7 @@ def show(found):
 # -- a rank is killed -----------------------------------------------------------------------------
 
 
+@pytest.mark.extended_cases("20")
 @pytest.mark.parametrize(("tries", "jobs"), [(4, 2), (20, 4)])
 def test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind(tries, jobs):
     found = rank_loss.measure(tries=tries, workers=4, reducers=2, jobs=jobs)
@@ -39,6 +40,7 @@ def test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind(tries, jobs):
     assert found.kept <= rank_loss.SLACK_BYTES
 
 
+@pytest.mark.extended("test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind[4-2]")
 def test_a_killed_rank_that_hosts_a_reducer_is_named_in_time(monkeypatch):
     pytest.importorskip("torch", reason="needs torch")
     monkeypatch.setattr(rank_loss.Lab, "loopback", Loopback)  # torch is imported there already
@@ -123,6 +125,7 @@ def test_a_rank_that_stops_for_seconds_is_fenced(job):
     assert [sum(step.wrong == 0 for step in told.steps) for told in job.told] == [20] * 4
 
 
+@pytest.mark.extended("test_a_rank_that_stops_for_seconds_is_fenced")
 def test_a_rank_that_stops_does_not_disturb_the_next_generation(job):
     job.begin(rank_loss.ELEMENTS)
     assert job.wait_for_steps(3, 10)
@@ -144,6 +147,7 @@ def test_a_rank_that_stops_does_not_disturb_the_next_generation(job):
         late.end()
 
 
+@pytest.mark.extended_cases("5.0")
 @pytest.mark.parametrize("seconds", [2.0, 5.0])
 def test_a_rank_that_stops_is_waited_for_if_the_job_is_patient(seconds, monkeypatch):
     monkeypatch.setenv("REDUCTION_PATIENCE", f"{2 * seconds:g}s")
@@ -168,6 +172,7 @@ def facts(folder):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
+@pytest.mark.extended("test_a_killed_rank_is_named_in_time_and_leaves_nothing_behind[4-2]")
 def test_torchrun_starts_a_job_again_on_the_same_pool(tmp_path):
     pytest.importorskip("torch", reason="needs torch")
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"

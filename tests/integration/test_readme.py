@@ -32,6 +32,7 @@ def test_the_quick_start_is_the_example():
     assert script == (ROOT / "examples" / "quickstart.py").read_text()
 
 
+@pytest.mark.extended_cases("torchrun")
 @pytest.mark.parametrize("launcher", ["forks", "torchrun"])
 def test_the_quick_start_runs_as_shown(launcher, tmp_path):
     pytest.importorskip("torch", reason="needs torch")

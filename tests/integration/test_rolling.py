@@ -20,6 +20,7 @@ from worker_client.protocol.failover import ADOPT_S
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
 
+@pytest.mark.extended("test_every_reducer_is_killed_and_replaced")
 def test_a_rolling_restart_costs_no_call():
     check(roll(2, 2.0, 50.0, signal.SIGTERM))
 
@@ -41,6 +42,7 @@ def test_every_reducer_is_killed_and_replaced_while_a_call_waits():
             assert (second.wait(20) == 1 + 2 * call).all()
 
 
+@pytest.mark.extended_cases("2")
 @pytest.mark.parametrize("count", [1, 2])  # as many reducers, and so many times
 def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch, count):
     monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "60s")
@@ -64,6 +66,7 @@ def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch, count):
                 pool.start(reducer)
 
 
+@pytest.mark.extended("test_every_reducer_is_killed_and_replaced")
 @pytest.mark.parametrize("pace", [1.0, 50.0, 500.0])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_rolling_restarts_at_other_paces(pace, number):

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.extended("tests/worker_client/test_device_staging.py", "tests/integration/test_ddp.py")
 @pytest.mark.parametrize("kind", ["slow", pytest.param("cuda", marks=on_a_gpu)])
 def test_trains_as_gloo_does(kind):
     with local_pool(2) as servers:

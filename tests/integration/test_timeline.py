@@ -36,6 +36,7 @@ join thread using (utid) join process using (upid) group by 1, 2
 """
 
 
+@pytest.mark.extended("tests/worker_client/test_timeline.py")
 @pytest.mark.skipif(not perfetto.BROWSER, reason="needs chromium: make test-tools")
 def test_perfetto_opens_the_timelines_of_a_job(tmp_path):
     told = {"REDUCTION_TIMELINE": str(tmp_path), "REDUCTION_JOB": "shown"}

@@ -37,6 +37,7 @@ def until_received(reducers, nbytes):
     eventually(lambda: sum(reducer.counters.bytes_in for reducer in reducers) >= nbytes)
 
 
+@pytest.mark.extended_cases("plain")
 @pytest.mark.parametrize("impl", implementation.NAMES)
 def test_every_thread_of_a_reducer_has_a_share(impl, monkeypatch):
     monkeypatch.setenv("REDUCTION_IMPL", impl)
@@ -90,6 +91,7 @@ def beside(servers, impl, wire_dtype=None):
         yield [stack.enter_context(client) for client in pool.map(join, range(len(servers)))]
 
 
+@pytest.mark.extended_cases("1-plain", "2-plain")
 @pytest.mark.parametrize("impl", implementation.NAMES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_reducer_in_the_same_process(impl, threads):
@@ -100,6 +102,7 @@ def test_a_reducer_in_the_same_process(impl, threads):
                 check_bits(clients, count)
 
 
+@pytest.mark.extended_cases("plain")
 @pytest.mark.parametrize("impl", implementation.NAMES)
 def test_blocks_for_a_reducer_in_the_same_process(impl):
     with ExitStack() as stack:
@@ -131,6 +134,7 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket():
             assert (later.wait(30) == 3.0).all(), step
 
 
+@pytest.mark.extended_cases("plain")
 @pytest.mark.parametrize("impl", implementation.NAMES)
 def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl):
     count = 1_000_000

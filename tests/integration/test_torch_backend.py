@@ -89,6 +89,7 @@ def test_through_a_pool(pool, case):
     assert [rank[case] for rank in pool] == [""] * RANKS
 
 
+@pytest.mark.extended("test_through_a_pool")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_embedded_and_by_device(embedded, case):

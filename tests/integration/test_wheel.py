@@ -72,6 +72,7 @@ def unpacked(archive, tmp_path_factory):
     return unpacked
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_a_reducer_runs_from_the_wheel_alone(unpacked, tmp_path):
     build("--wheel", "--outdir", tmp_path, unpacked)  # of the archive, and of nothing else
@@ -85,6 +86,7 @@ def test_a_reducer_runs_from_the_wheel_alone(unpacked, tmp_path):
     assert said == "compiled [0. 1. 2. 3. 4.]"
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_what_is_built_for_others_is_compiled_or_not_built(unpacked, tmp_path):
     command = ("--wheel", "--outdir", tmp_path, unpacked)
@@ -94,6 +96,7 @@ def test_what_is_built_for_others_is_compiled_or_not_built(unpacked, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(400)
 def test_without_a_compiler_the_plain_loops_serve(unpacked, tmp_path):
     build("--wheel", "--outdir", tmp_path, unpacked, CC="false")
@@ -117,6 +120,7 @@ def test_without_a_compiler_the_plain_loops_serve(unpacked, tmp_path):
     assert described.get_all("Project-URL") is None
 
 
+@pytest.mark.extended
 def test_links_of_the_description_lead_into_the_repository(archive):
     with tarfile.open(archive) as sources:
         (name,) = (name for name in sources.getnames() if re.fullmatch("[^/]+/PKG-INFO", name))
@@ -136,6 +140,7 @@ def test_links_of_the_description_lead_into_the_repository(archive):
     assert found == [(picture, places[picture] + target) for picture, target in given]
 
 
+@pytest.mark.extended
 def test_the_archive_holds_sources_and_nothing_that_is_made_of_them(archive):
     with tarfile.open(archive) as sources:
         packed = {name.partition("/")[2] for name in sources.getnames()}

@@ -14,8 +14,12 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUD
 @pytest.fixture(
     scope="module",
     params=[
-        *[(wire, "host") for wire in ("bf16", "fp16", "int8", "fp8_e4m3")],
-        *[(wire, "slow") for wire in ("bf16", "int8")],
+        *[(wire, "host") for wire in ("bf16", "fp16", "int8")],
+        ("int8", "slow"),
+        *[
+            pytest.param(case, marks=pytest.mark.extended)
+            for case in (("fp8_e4m3", "host"), ("bf16", "slow"))
+        ],
         *[pytest.param((wire, "cuda"), marks=on_a_gpu) for wire in ("bf16", "int8", "fp8_e4m3")],
     ],
     ids="-".join,
@@ -27,7 +31,7 @@ def compressed(request, pool):
     return ends
 
 
-@pytest.fixture(scope="module", params=["bf16", "int8"])
+@pytest.fixture(scope="module", params=[pytest.param("bf16", marks=pytest.mark.extended), "int8"])
 def unequal(request, pool):
     given = environments(2, pool, REDUCTION_WIRE_DTYPE=request.param)
     return run(given, *RANK, "weighted")
@@ -39,6 +43,7 @@ def weighted(pool):
     return run(environments(3, pool), *RANK, cases)
 
 
+@pytest.mark.extended_cases("bf16-host-plain", "fp16-host-plain")
 @pytest.mark.parametrize("case", ["plain", "feedback", "default", "wrapper"])
 def test_ranks_agree_to_the_bit(compressed, case):
     assert len({rank[case]["digest"] for rank in compressed}) == 1

@@ -31,6 +31,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
 ]
 
+FP8 = pytest.param(
+    "fp8_e4m3", marks=pytest.mark.extended("tests/kernels/test_block8.py::test_the_bits")
+)
+WIRES = pytest.mark.parametrize("wire", ["bf16", "int8", FP8])
+
 SMALL = wire_rule.SMALLEST_BYTES // 4
 LARGE = casting.LARGE_BYTES // 4
 COUNTS = (SMALL, SMALL + 1, 20 * 252, LARGE - 1, LARGE, LARGE + 13)  # elements
@@ -80,6 +85,7 @@ def check(clients, count, wire="bf16", op="mean"):
 # -- bits ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended_cases("compiled-fp16", "compiled-fp8")
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8_e4m3"])
 def test_every_rank_has_the_oracles_bits(job, wire):
     clients = job(3, wire_dtype=wire)
@@ -118,7 +124,7 @@ def test_the_error_is_that_of_one_rounding(job, wire):
     assert (np.abs(got - original) <= bound).all()
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_what_tensors_are_packed_with_does_not_change_them(job, wire):
     clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
     for first in (True, False):
@@ -143,7 +149,7 @@ def test_what_tensors_are_packed_with_does_not_change_them(job, wire):
             assert [array.tobytes() for array in named[f"large {at}"]] == [expected] * 2
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_what_adapters_pack_travels_as_it_would_alone(job, wire):
     clients = job(2, wire_dtype=wire)
     large = [values(rank, SMALL) for rank in range(2)]
@@ -163,7 +169,7 @@ def test_what_adapters_pack_travels_as_it_would_alone(job, wire):
             assert got[3].tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job, wire):
     plain, cast = job(2, job="plain"), job(2, wire_dtype=wire)
     for count, dtype, op in (
@@ -180,7 +186,7 @@ def test_what_is_small_or_no_float32_or_a_product_travels_as_it_is(job, wire):
         assert [a.tobytes() for a in ends[0]] == [a.tobytes() for a in ends[1]]
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_tensors_and_strided_memory(job, wire):
     clients = job(2, wire_dtype=wire)
     given = [values(rank, 2 * SMALL).reshape(2, SMALL) for rank in range(2)]
@@ -192,7 +198,7 @@ def test_tensors_and_strided_memory(job, wire):
         np.testing.assert_array_equal(array, expected)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_what_is_to_be_exact_travels_as_it_is(job, wire):
     clients = job(2, wire_dtype=wire, cycle_time=0.05)  # which packs all of a step
     for count in (SMALL, LARGE):
@@ -248,7 +254,7 @@ def test_threads_may_call_at_once(job):
     assert ends == [expected] * 12
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_a_job_that_may_lose_ranks_does_not_cut_calls(job, wire):
     clients = job(2, wire_dtype=wire, on_rank_lost="continue")
     given = [values(rank, LARGE) for rank in range(2)]
@@ -271,7 +277,8 @@ def test_the_others_go_on_in_blocks_without_a_rank(job):
     assert clients[0].present == (0, 1)
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@pytest.mark.extended_cases("compiled-int8")
+@WIRES
 def test_a_reducer_may_die_between_the_pieces(impl, wire):
     del impl
     given = [values(rank, 4 * LARGE) for rank in range(2)]
@@ -321,7 +328,7 @@ def test_other_sizes_that_fill_as_many_blocks_are_noticed(job, counts):
     check(clients, SMALL, "int8")
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_ranks_that_disagree_on_what_is_exact_are_named(job, wire):
     clients = job(2, wire_dtype=wire, timeout=3)
     as_sent = {"bf16": "bfloat16", "int8": "block8", "fp8_e4m3": "block8_e4m3"}[wire]
@@ -437,6 +444,7 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job):
 # -- weights ------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended_cases("compiled-fp8")
 @pytest.mark.parametrize("wire", ["none", "bf16", "int8", "fp8_e4m3"])
 def test_a_weighted_mean(job, wire):
     clients = job(3, wire_dtype=wire)
@@ -525,7 +533,7 @@ def test_weights_go_with_means_of_floats(job):
 # -- residuals ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_error_feedback_makes_up_for_rounding(job, wire):
     clients = job(2, wire_dtype=wire)
     residuals = [np.zeros(SMALL, np.float32) for _ in clients]
@@ -538,7 +546,7 @@ def test_error_feedback_makes_up_for_rounding(job, wire):
     assert error < plain / 1.5  # what is left is the rounding of results, which nobody keeps
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8_e4m3"])
+@WIRES
 def test_calls_with_names_keep_what_calls_without_keep(job, wire):
     # bf16 tensors are packed, one of them without a residual, and a cycle packs all of a step.
     clients = job(2, wire_dtype=wire, cycle_time=0.05)

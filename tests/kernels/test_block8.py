@@ -115,7 +115,9 @@ def test_the_bits_are_those_of_the_specification(variant, op, wire):
                 assert got.tobytes() == expected.tobytes(), f"{n=} {count=} {offset=}"
 
 
-@WIRES
+@pytest.mark.parametrize(
+    "wire", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.extended("test_the_bits"))]
+)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN])
 @pytest.mark.parametrize("case", CASES)
 def test_each_special_case_at_every_rank_and_at_one(variant, case, op, wire):

@@ -87,6 +87,7 @@ def drivers(tmp_path_factory):
     return driver
 
 
+@pytest.mark.extended("test_a_variant_of_this_cpu")
 @pytest.mark.parametrize("cpu", EMULATED)
 def test_another_cpu_chooses_by_what_it_has_and_gives_them(cpu, drivers):
     compiler, emulator, variants = EMULATED[cpu]

@@ -80,6 +80,7 @@ def round_trip_s(one, other):
     return min(map(float, told.split()))  # the machine may be busy
 
 
+@pytest.mark.extended_cases("20")
 @pytest.mark.parametrize("round_trip_ms", ROUND_TRIPS)
 def test_a_round_trip_takes_as_long_as_was_asked_for(round_trip_ms):
     with Lab(2, 100, round_trip_ms=round_trip_ms) as lab:
@@ -87,16 +88,19 @@ def test_a_round_trip_takes_as_long_as_was_asked_for(round_trip_ms):
     assert found == pytest.approx(round_trip_ms / 1000, rel=0.1)
 
 
+@pytest.mark.extended("test_a_round_trip_takes_as_long_as_was_asked_for[100]")
 def test_every_host_is_as_far_from_every_other(far):
     pairs = [(one, other) for one in far.hosts for other in far.hosts if one is not other]
     assert [round_trip_s(*pair) for pair in pairs] == [pytest.approx(0.02, rel=0.1)] * 6
 
 
+@pytest.mark.extended("test_a_round_trip_takes_as_long_as_was_asked_for[100]")
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
 def test_the_links_have_their_rate(far):
     assert far.payload_rate(streams=4, seconds=1) * 8e-6 == pytest.approx(PAYLOAD * 100, rel=0.05)
 
 
+@pytest.mark.extended
 def test_a_pulled_cable_loses_packets_until_it_is_back(far):
     one, other = far.hosts[:2]
     far.link_down(other)

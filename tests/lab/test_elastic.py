@@ -33,6 +33,7 @@ class Output:
         return found[0]
 
 
+@pytest.mark.extended("tests/integration/test_join.py")
 @pytest.mark.timeout(200)
 def test_a_host_vanishes_and_another_one_joins(namespaces, tmp_path):
     with Lab(RANKS + 2, MBIT) as lab:

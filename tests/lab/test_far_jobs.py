@@ -52,6 +52,10 @@ def check(job, more):
     assert not any(told.over for told in job.told)
 
 
+@pytest.mark.extended(
+    "tests/transport/test_guard_members.py::test_each_job_is_patient",
+    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
+)
 @pytest.mark.parametrize("impl", ["compiled", "plain"])
 @pytest.mark.parametrize("who", ["rank", "reducer"])
 def test_who_is_silent_for_some_round_trips_more_is_not_lost(namespaces, monkeypatch, who, impl):
@@ -64,6 +68,10 @@ def test_who_is_silent_for_some_round_trips_more_is_not_lost(namespaces, monkeyp
         check(job, 3)
 
 
+@pytest.mark.extended(
+    "tests/transport/test_guard_members.py::test_each_job_is_patient",
+    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
+)
 def test_connections_that_break_go_on(namespaces):
     with far_job() as (job, reducer):
         to = ["dst", reducer.address.partition(":")[0]]
@@ -73,6 +81,10 @@ def test_connections_that_break_go_on(namespaces):
             check(job, 3)
 
 
+@pytest.mark.extended(
+    "tests/transport/test_guard_members.py::test_each_job_is_patient",
+    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
+)
 def test_who_is_silent_for_longer_is_named(namespaces):
     with far_job() as (job, _):
         job.ranks[1].signal(signal.SIGSTOP)
@@ -85,11 +97,19 @@ def test_who_is_silent_for_longer_is_named(namespaces):
         assert lasted < failure.at - stopped < lasted + AWAY_S + ROUND_TRIP_S + 1
 
 
+@pytest.mark.extended(
+    "tests/transport/test_guard_members.py::test_each_job_is_patient",
+    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
+)
 def test_one_percent_of_packets_lost_on_the_way_loses_nobody(namespaces):
     with far_job(loss_percent=1) as (job, _):
         check(job, 15)
 
 
+@pytest.mark.extended(
+    "tests/transport/test_guard_members.py::test_each_job_is_patient",
+    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
+)
 def test_a_window_grows_beyond_what_the_reducer_sets_aside(namespaces):
     """It asks for what a fast link holds, and the reducer grants that over a real connection."""
     if not shutil.which("cc"):

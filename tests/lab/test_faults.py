@@ -49,10 +49,12 @@ def check(row, count=COUNT):
     assert row.all_reduces >= count
 
 
+@pytest.mark.extended("test_a_reducer_whose_cable_is_pulled")
 def test_one_percent_of_packets_lost_loses_nobody(scene):
     check(fault_cases.loss(scene, COUNT))
 
 
+@pytest.mark.extended("test_a_reducer_whose_cable_is_pulled")
 def test_a_reducer_at_a_tenth_of_the_rate_is_not_lost(scene):
     row = fault_cases.slow(scene, SLOW_COUNT)
     check(row, SLOW_COUNT)
@@ -70,11 +72,13 @@ def test_a_reducer_whose_cable_is_pulled_is_replaced_until_it_is_back(scene):
     check_replaced(fault_cases.pulled(scene, COUNT))
 
 
+@pytest.mark.extended("test_a_reducer_whose_cable_is_pulled")
 @pytest.mark.parametrize("way", ["both", "in", "out"])
 def test_a_rank_and_a_reducer_that_are_parted_lose_no_step(scene, way):
     check_replaced(fault_cases.partition(scene, COUNT, way))
 
 
+@pytest.mark.extended("test_a_reducer_whose_cable_is_pulled")
 def test_a_rank_whose_cable_is_pulled_is_named_in_time(scene):
     row = fault_cases.rank_pulled(scene, COUNT)
     check(row)

@@ -26,6 +26,7 @@ client.shutdown()
 """
 
 
+@pytest.mark.extended("tests/worker_client/test_interfaces.py")
 def test_embedded_reducers_use_the_network_that_was_chosen(namespaces):
     with Lab(2) as lab:
         for host in lab.hosts:
@@ -68,6 +69,7 @@ for method in os.environ["METHODS"].split():
 """
 
 
+@pytest.mark.extended("tests/worker_client/test_interfaces.py")
 def test_hosts_that_are_loopback_to_themselves_and_ipv6(namespaces, tmp_path):
     with Lab(2) as lab:
         first, second = lab.hosts

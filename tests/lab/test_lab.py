@@ -96,6 +96,7 @@ def test_a_links_rate_can_be_changed_and_lifted(lab):
     assert lab.mbit == 100
 
 
+@pytest.mark.extended("test_a_link_has_its_rate_each_way")
 @pytest.mark.skipif(not shutil.which("iperf3"), reason="needs iperf3: make test-tools")
 def test_the_payload_rate_is_what_iperf3_reaches_and_is_measured_once(lab):
     rate = lab.payload_rate()

@@ -20,6 +20,7 @@ def sites(*options):
     return run_command(sys.executable, "-m", "bench.sites", *options, cwd=ROOT, timeout=540)
 
 
+@pytest.mark.extended("tests/integration/test_elastic.py", "tests/worker_client/test_outer.py")
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("namespaces")
 def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path):
@@ -36,6 +37,7 @@ def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path):
     assert max(float(row[1]), curve["100"]) < curve["60"], "nothing is learned any more"
 
 
+@pytest.mark.extended("tests/bench/test_allreduce.py::test_what_cannot_be_measured_is_said")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

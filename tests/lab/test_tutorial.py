@@ -56,6 +56,7 @@ def said_by(shell):
     return said
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 @pytest.mark.timeout(600)
 def test_a_pool_with_keys_on_two_machines(namespaces, tmp_path, monkeypatch):
     steps = blocks("docs/tutorial.md", "sh")
@@ -83,6 +84,7 @@ def test_a_pool_with_keys_on_two_machines(namespaces, tmp_path, monkeypatch):
         assert "stopped" in one
 
 
+@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 @pytest.mark.timeout(900)
 def test_a_gpt_on_two_hosts(namespaces, tmp_path):
     activate, *steps = blocks("docs/gpt.md", "sh")

@@ -45,6 +45,7 @@ def test_what_a_line_may_become(line, words):
     assert completed(line) == list(words)
 
 
+@pytest.mark.extended_cases("reducer")
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 @pytest.mark.parametrize(
     ("command", "line", "word"),

@@ -141,6 +141,7 @@ def test_a_host_that_drops_packets_is_named():
     assert "firewall" in problem["advice"]
 
 
+@pytest.mark.extended("test_each_illness_is_named")
 def test_each_illness_of_keys_is_named(tmp_path):
     for pool in ("ours", "theirs"):
         keygen(tmp_path / pool, ["digits"])
@@ -302,6 +303,7 @@ def test_a_slow_link_is_one_that_carries_far_less_than_the_others(rates, slow):
     assert all(one.problem.kind is Kind.SLOW for one in found if one.problem)
 
 
+@pytest.mark.extended("test_a_slow_link_is_one")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for network namespaces")
 def test_a_link_at_a_tenth_of_the_others_is_named(namespaces):
     from lab import Lab  # noqa: PLC0415 (needs nothing where it is skipped)

@@ -36,6 +36,9 @@ def taken():
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
+@pytest.mark.extended_cases(
+    "doctor", "launch ", "demo", "timeline", "status", "top", "plan", "keygen", "serve"
+)
 # A command line, its exit code, and what it says; TAKEN is `taken`.
 @pytest.mark.parametrize(
     ("command", "code", "says"),
@@ -83,11 +86,13 @@ def test_a_command_that_ends_by_itself(command, code, says, taken):
     assert (code == 2) <= ("Traceback" not in done.stderr)
 
 
+@pytest.mark.extended("test_a_command_that_ends_by_itself[launch-2-")
 def test_a_program_that_was_launched_has_its_own():
     command = (*WORKER, "launch", "--", "/bin/sh", "-c", "exit 7")
     assert run_command(*command, env=bare_environment(**RANK), timeout=60).returncode == 7
 
 
+@pytest.mark.extended("test_the_doctor_is_ended[2-")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_reducer_that_is_told_to_stop(number):
     with serving() as (process, *_):
@@ -95,6 +100,7 @@ def test_a_reducer_that_is_told_to_stop(number):
         assert process.wait(30) == 0
 
 
+@pytest.mark.extended("test_the_doctor_is_ended[2-")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)]
 )
@@ -107,6 +113,7 @@ def test_top_is_ended(number, code):
         assert process.wait(30) == code
 
 
+@pytest.mark.extended_cases("15")
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
 )

@@ -64,6 +64,7 @@ def settings(pool):
     return bare_environment(REDUCTION_SERVERS=",".join(pool))
 
 
+@pytest.mark.extended("test_a_rank_is_told_who_it_is")
 @pytest.mark.timeout(600)
 def test_mpirun(settings):
     if not shutil.which("mpirun"):
@@ -71,6 +72,7 @@ def test_mpirun(settings):
     train([[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], settings)
 
 
+@pytest.mark.extended("test_a_rank_is_told_who_it_is")
 @pytest.mark.timeout(600)
 def test_azure_ml_calls_mpirun(settings):
     if not shutil.which("mpirun"):
@@ -83,6 +85,7 @@ def test_azure_ml_calls_mpirun(settings):
     train([[*MPIRUN, "-n", "2", *LAUNCH, "--", SCRIPT]], {**settings, **batch}, ranks=2)
 
 
+@pytest.mark.extended("test_a_rank_is_told_who_it_is")
 @pytest.mark.timeout(600)
 def test_srun(settings, slurm):
     # Two nodes: the ranks meet at the first host of 127.0.0.[1-2].
@@ -90,6 +93,7 @@ def test_srun(settings, slurm):
     train([command], {**settings, **slurm})
 
 
+@pytest.mark.extended("test_a_rank_is_told_who_it_is")
 @pytest.mark.timeout(600)
 def test_the_batch_script_for_nodes_of_one_kind(tmp_path, slurm):
     if not shutil.which("sbatch"):
@@ -116,6 +120,7 @@ def test_the_batch_script_for_nodes_of_one_kind(tmp_path, slurm):
     assert [(rank, reducers) for rank, _, reducers in SAID.findall(said)] == [("0", "1")], said
 
 
+@pytest.mark.extended("test_a_rank_is_told_who_it_is")
 @pytest.mark.timeout(600)
 def test_torchrun_on_two_nodes(settings):
     where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -165,6 +170,7 @@ def test_a_rank_is_told_who_it_is_and_its_exit_code_is_passed_on(tmp_path):
     assert "Open MPI has started this process as rank 1 of 2" in complained
 
 
+@pytest.mark.extended("tests/integration/test_cli.py::test_a_signal_in_the_middle")
 def test_a_signal_ends_all_ranks(tmp_path):
     script = (
         "import os, time\n"
@@ -218,6 +224,9 @@ def test_a_setting_that_every_rank_would_refuse_is_refused_first(tmp_path, varia
     assert said in complained
 
 
+@pytest.mark.extended_cases(
+    "node-run-nosuch.py", "node-dry", "rank-run-nosuch-there", "rank-dry-run-nosuch-there"
+)
 @pytest.mark.parametrize(
     ("program", "said"),
     [

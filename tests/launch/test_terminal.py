@@ -123,6 +123,7 @@ def test_all_lines_fit(job, tmp_path):
     assert [line for line in long if len(line.split()) > 1] == []
 
 
+@pytest.mark.extended_cases("no colour")
 @pytest.mark.parametrize("where", ["pipe", "no colour"])
 def test_the_doctor_says_the_same_words_in_colours_and_without(where):
     shown = at_terminal("worker-client doctor", REDUCTION_SERVERS=ILL)

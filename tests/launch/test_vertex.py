@@ -26,6 +26,7 @@ exec(open({str(ROOT / "examples" / "quickstart.py")!r}).read())
 SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) reducers")
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_the_same_command_does_the_right_thing_in_every_pool(namespaces, tmp_path_factory):
     script = tmp_path_factory.mktemp("vertex") / "train.py"

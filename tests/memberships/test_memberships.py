@@ -12,12 +12,14 @@ def test_all_that_are_left_have_the_same_results(seeds):
         Training(seed).run()
 
 
+@pytest.mark.extended("test_all_that_are_left_have_the_same_results")
 @pytest.mark.parametrize("first", range(12, 612, 60))
 def test_in_many_more_trainings_as_well(first):
     for seed in range(first, first + 60):
         Training(seed).run()
 
 
+@pytest.mark.extended("test_all_that_are_left_have_the_same_results")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_noticed(name):
     def train():

@@ -34,12 +34,14 @@ def test_all_ranks_have_the_same_outer_steps(first):
         World(seed).run()
 
 
+@pytest.mark.extended("test_all_ranks_have_the_same_outer_steps")
 @pytest.mark.parametrize("first", range(BATCH, 1000, BATCH))
 def test_in_many_more_trainings_as_well(first):
     for seed in range(first, first + BATCH):
         World(seed).run()
 
 
+@pytest.mark.extended_cases("void-attempt-goes-on", "late-rank-stays")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_noticed(name):
     seed = MUTATIONS[name].seed

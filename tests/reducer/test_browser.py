@@ -83,6 +83,7 @@ def test_it_shows_a_job_and_a_reducer_that_is_lost(launched):
         assert page.unanswered == {second.http}
 
 
+@pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
 def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched):
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
         page.shows("#summary", "2 reducers serve, and wait for jobs.")
@@ -93,6 +94,7 @@ def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched):
         assert page.errors == []
 
 
+@pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
 def test_it_says_that_it_was_never_answered(launched):
     with pool() as (first, second):
         second.process.kill()
@@ -102,6 +104,7 @@ def test_it_says_that_it_was_never_answered(launched):
             page.shows("#summary", "1 of 2 reducers does not answer. One reducer serves")
 
 
+@pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
 def test_another_reducer_that_is_this_one_is_shown_once(launched):
     with serving("--http", 0) as reducer:
         other_name = reducer.http.replace("127.0.0.1", "localhost")
@@ -112,6 +115,7 @@ def test_another_reducer_that_is_this_one_is_shown_once(launched):
             assert page.errors == []
 
 
+@pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read(launched, scheme):
     with (
@@ -171,6 +175,7 @@ def test_a_red_square_has_its_sentence_though_its_rank_is_not_named(launched):
         assert page.errors == []
 
 
+@pytest.mark.extended("test_a_red_square_has_its_sentence_though_its_rank_is_not_named")
 def test_a_slow_rank_is_named_with_the_reason(launched):
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
         settings = {f"LATE_{SLOW}": "0.03", "REDUCTION_JOB": "steps"}

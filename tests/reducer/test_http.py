@@ -35,7 +35,7 @@ PATHS = ["/", "/healthz", "/readyz", "/metrics", "/status.json", "/history.json"
 SERVING = 2  # threads of a port that nobody asks
 
 
-@pytest.fixture(params=["compiled", "plain"])
+@pytest.fixture(params=["compiled", pytest.param("plain", marks=pytest.mark.extended)])
 def server(request):
     with reducer_here(threads=2, impl=request.param) as server:
         yield server

@@ -112,6 +112,7 @@ def answers(grown):
     return found
 
 
+@pytest.mark.extended("tests/reducer/test_http.py::test_what_a_job_does")
 def test_all_ranks_are_told(answers):
     told = json.loads(answers["/status.json"].body)
     assert told["lanes"][0]["members"] == RANKS
@@ -121,11 +122,13 @@ def test_all_ranks_are_told(answers):
     assert json.loads(answers["/history.json"].body)["samples"]
 
 
+@pytest.mark.extended("tests/reducer/test_http.py::test_what_a_job_does")
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_costs_less_than_a_second(answers, path):
     assert answers[path].seconds < ANSWER_S
     assert len(answers[path].body) < LARGEST_BYTES
 
 
+@pytest.mark.extended("tests/reducer/test_http.py::test_what_a_job_does")
 def test_the_process_hardly_grows(answers, grown):
     assert grown["bytes"] < GROWTH_BYTES

@@ -245,6 +245,7 @@ def watched(tmp_path_factory):
         yield its, pool
 
 
+@pytest.mark.extended("test_every_metric_and_label_is_one_that_a_reducer_tells")
 def test_every_query_of_the_dashboard_has_an_answer(watched):
     its, pool = watched
     addresses = sorted(reducer.http for reducer in pool)
@@ -265,6 +266,7 @@ def test_every_query_of_the_dashboard_has_an_answer(watched):
         assert all(math.isfinite(value) for _, value in of_all), title
 
 
+@pytest.mark.extended("test_every_metric_and_label_is_one_that_a_reducer_tells")
 def test_what_the_dashboard_shows_is_so(watched):
     its, _ = watched
     shown = {}
@@ -286,6 +288,7 @@ def test_what_the_dashboard_shows_is_so(watched):
     assert all(h <= r < most for h, r, most in zip(held, reserved, limit, strict=True))
 
 
+@pytest.mark.extended("test_every_metric_and_label_is_one_that_a_reducer_tells")
 def test_the_alerts_are_evaluated_and_name_the_straggler(watched):
     its, pool = watched
     told = {"exported_job": "steps", "rank": f"{LATE_RANK}", "cause": "late"}

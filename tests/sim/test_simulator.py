@@ -32,6 +32,7 @@ def test_the_guarantee_holds_whatever_happens(first):
     check(first)
 
 
+@pytest.mark.extended("test_the_guarantee_holds_whatever")
 @pytest.mark.parametrize("first", range(SEEDS, MORE_SEEDS, BATCH))
 def test_the_guarantee_holds_in_many_more_worlds(first):
     check(first)
@@ -44,6 +45,13 @@ def test_a_seed_replays_to_the_byte():
     assert one.trace == other.trace
 
 
+@pytest.mark.extended_cases(
+    "no-epoch-check",
+    "window-before-order",
+    "rank-lost-at-once",
+    "questions-not-declined",
+    "failures-untold",
+)
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
 def test_a_broken_rule_is_noticed(name):
     seeds = mutations.MUTATIONS[name].seed, *range(ENOUGH)

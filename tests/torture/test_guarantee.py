@@ -58,11 +58,13 @@ def test_connections_to_far_reducers_break_and_cost_no_call():
     check("far", 1, results=150)
 
 
+@pytest.mark.extended("test_gradients_of_ddp_and_tensors_are_right")
 @linux
 def test_every_result_is_right_or_an_error_in_time():
     check("pool", 2)
 
 
+@pytest.mark.extended("test_gradients_of_ddp_and_tensors_are_right")
 @linux
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_every_topology(topology):

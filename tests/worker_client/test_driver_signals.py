@@ -107,6 +107,7 @@ def test_after_interrupts_at_any_instant_the_next_call_matches(pool):
     assert all("Alarm" in error for error in theirs["errors"])
 
 
+@pytest.mark.extended("test_after_interrupts_at_any_instant")
 def test_a_signal_handler_may_shut_down_at_any_instant(make):
     previous = signal.getsignal(signal.SIGALRM)
     try:

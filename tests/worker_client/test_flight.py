@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 
+from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.driven import operation
@@ -22,6 +23,11 @@ from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 
 MIB = 1 << 20
+
+
+@pytest.fixture(params=NAMES)
+def impl(request):
+    return request.param
 
 
 @pytest.fixture
@@ -182,6 +188,7 @@ def test_when_it_was_sent_and_answered_is_known_at_its_end(flight):
     assert (mine.sent, mine.answered) == (1.0, 2.0)
 
 
+@pytest.mark.extended_cases("compiled-8", "plain-0", "plain-1")
 @pytest.mark.parametrize("begins", [0, 1, 8])
 def test_results_of_a_long_buffer(impl, begins):
     """They go past the caches, where the buffer is aligned."""

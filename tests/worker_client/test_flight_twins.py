@@ -181,5 +181,5 @@ class ManyTwins(Twins):
 
 TestTwins = Twins.TestCase
 TestTwins.settings = settings(max_examples=100, stateful_step_count=50, derandomize=True)
-TestManyTwins = pytest.mark.timeout(300)(ManyTwins.TestCase)
+TestManyTwins = pytest.mark.extended("TestTwins")(pytest.mark.timeout(300)(ManyTwins.TestCase))
 TestManyTwins.settings = settings(TestTwins.settings, max_examples=3000)

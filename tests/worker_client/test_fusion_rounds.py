@@ -70,6 +70,7 @@ def test_a_rank_that_knows_other_tensors_is_found_and_all_begin_anew(job, negoti
     assert reduce_all(clients, 1) == [[], [], []]
 
 
+@pytest.mark.extended_cases("compiled-local-hear")
 @pytest.mark.parametrize("which", ["ask", "hear"])
 @pytest.mark.parametrize(
     "error",

@@ -2,6 +2,7 @@
 
 import pytest
 
+from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.driven import operation
@@ -17,6 +18,11 @@ from worker_client.protocol.flight import Carried, LinkShard
 from worker_client.protocol.operation import Operation
 
 BOTH = [LinkShard(0, 0, 128), LinkShard(1, 128, 256)]
+
+
+@pytest.fixture(params=NAMES)
+def impl(request):
+    return request.param
 
 
 @pytest.fixture

@@ -173,6 +173,7 @@ def failure(number, work):
     return None
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("impl", NAMES)
 @settings(
     max_examples=15,

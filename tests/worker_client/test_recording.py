@@ -218,6 +218,7 @@ def test_a_generation_has_files_of_its_own(server, dumps):
     }
 
 
+@pytest.mark.extended("test_those_who_wait_in_an_earlier_call")
 def test_a_disk_that_hangs_keeps_nobody_waiting(server, dumps):
     (dumps / "hangs").mkdir(parents=True)
     os.mkfifo(dumps / "hangs" / "calls-0.tmp")  # who opens it waits for a reader
@@ -320,6 +321,7 @@ def test_nothing_is_recorded_unless_asked_for(server):
         assert type(client) is Client
 
 
+@pytest.mark.extended("test_calls_by_name_have_the_same_places")
 def test_pytorchs_analyzer_reads_the_files(server, dumps):
     trained(server, "analyzed", 3, lambda client: train(client, (2, 2, 3)))
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]

@@ -258,6 +258,7 @@ def silent_for(wire, seconds):
     return events
 
 
+@pytest.mark.extended_cases("NULL")
 def test_a_server_of_libzmq_hears_our_pongs(libzmq, keys):
     beats = {"heartbeat_ivl": IVL_MS, "heartbeat_timeout": TIMEOUT_MS}
     router = libzmq.socket(zmq.ROUTER, keys, server=True, **beats)
