@@ -211,13 +211,20 @@ def _by(path: str) -> set[str]:
 
 def files_of(demand: str) -> set[str]:
     """Return the folder, or the files whose names begin so, if extended tests are there."""
-    files = {
-        file.relative_to(ROOT).as_posix()
-        for file in (ROOT / "tests").rglob("test_*.py")
-        if file.relative_to(ROOT).as_posix().startswith(demand)
-        and re.search(r"mark\.extended|\bimpl\b", file.read_text(encoding="utf-8"))
+    all_files = {
+        file.relative_to(ROOT).as_posix(): file for file in ROOT.glob("tests/**/test_*.py")
     }
-    return {demand} if files and (ROOT / demand).is_dir() else files
+    files = {name for name in all_files if name.startswith(demand)}
+    if not any(_has_extended(all_files[name]) for name in files):
+        return set()
+    return {demand} if (ROOT / demand).is_dir() else files
+
+
+def _has_extended(file: Path) -> bool:
+    """Whether a file has a mark, or the fixture of tests/conftest.py, one of whose cases has it."""
+    text, conftest = file.read_text(encoding="utf-8"), file.with_name("conftest.py")
+    own = conftest.exists() and "def impl(" in conftest.read_text(encoding="utf-8")
+    return "mark.extended" in text or (not own and re.search(r"\bimpl\b", text) is not None)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class ReducerConfig(BaseSettings):
     memory_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(8 << 30)
     """Bytes for contributions and results of all jobs together. A job that does not fit is refused
     before it takes any memory. Where the machine, its container (cgroup) or ``ulimit -v`` has not
-    as much for the process, it is what they have, and the log says so."""
+    as much for this process by itself, it is what they have, and the log says so."""
 
     job_memory_limit: Annotated[ByteSize, Field(gt=0)] | None = None
     """Bytes of REDUCTION_MEMORY_LIMIT that one job may take; by default all of them, as for a pool

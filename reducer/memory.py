@@ -10,27 +10,42 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reducer.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from reducer.config import ReducerConfig
 
 OWN_BYTES = 64 << 20  # that a process takes before any job
-_CGROUPS = Path("/sys/fs/cgroup")
+THREAD_BYTES = 72 << 20  # of addresses: a stack, and what the C library sets aside for a thread
+LEAST_BYTES = 1 << 20  # for the jobs of a thread
 
 log = logging.getLogger(__name__)
 
 
-def memory_limit(config: ReducerConfig) -> int:
+def memory_limit(config: ReducerConfig, system: Path = Path("/")) -> int:
     """Return the bytes for all jobs: those of the configuration, or fewer where there are fewer.
 
     The kernel would end a process that takes more, in the middle of its jobs.
+
+    Args:
+        config: what was asked for.
+        system: where ``proc`` and ``sys`` are.
+
+    Raises:
+        ConfigError: there is too little for any job.
     """
-    available, where = min(_memory_available())
-    most = max(1, (available - OWN_BYTES) * 8 // 9)  # docs/security.md: an eighth on top of it
+    available, where = min(_available(config.threads, system))
+    most = (available - OWN_BYTES) * 8 // 9  # docs/security.md: an eighth comes on top
     asked = int(config.memory_limit)
     if asked <= most:
         return asked
+    if most < LEAST_BYTES * config.threads:
+        raise ConfigError(
+            f"{where} {available} bytes of memory, and a reducer takes {OWN_BYTES} itself: give it "
+            f"at least {OWN_BYTES + 2 * LEAST_BYTES * config.threads}"
+        )
     level = logging.WARNING if "memory_limit" in config.model_fields_set else logging.INFO
     log.log(
         level,
@@ -40,26 +55,30 @@ def memory_limit(config: ReducerConfig) -> int:
     return most
 
 
-def _memory_available() -> Iterator[tuple[int, str]]:
+def _available(threads: int, system: Path) -> Iterator[tuple[int, str]]:
     """Yield how many bytes this process may take, and who says so."""
     page = resource.getpagesize()
     yield os.sysconf("SC_PHYS_PAGES") * page, "this machine has"
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    own = system / "proc/self"
     with suppress(OSError):  # on Linux alone
         if most != resource.RLIM_INFINITY:
-            taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * page
-            yield max(0, most - taken), "RLIMIT_AS (ulimit -v) leaves"
-        for group in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            taken = int((own / "statm").read_text(encoding="ascii").split()[0]) * page
+            left = max(0, most - taken - threads * THREAD_BYTES)
+            yield left, "RLIMIT_AS (ulimit -v) leaves"
+        groups = (own / "cgroup").read_text(encoding="utf-8", errors="surrogateescape")
+        for group in groups.rstrip("\n").split("\n"):
             _, kinds, path = group.split(":", 2)
-            if kinds in {"", "memory"}:  # of version 2, of version 1
-                file = "memory.limit_in_bytes" if kinds else "memory.max"
-                yield (
-                    _cgroup_limit(_CGROUPS / kinds, path, file),
-                    "this container (cgroup) may take",
-                )
+            if "memory" in kinds.split(","):
+                limit = _lowest(system / "sys/fs/cgroup" / kinds, path, "memory.limit_in_bytes")
+            elif not kinds:  # of version 2
+                limit = _lowest(system / "sys/fs/cgroup", path, "memory.max")
+            else:
+                continue
+            yield limit, "this container (cgroup) may take"
 
 
-def _cgroup_limit(root: Path, path: str, file: str) -> int:
+def _lowest(root: Path, path: str, file: str) -> int:
     """Return the lowest limit of a group and those around it, as far as this process sees them."""
     group = root / path.strip("/")
     least = sys.maxsize

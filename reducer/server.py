@@ -83,6 +83,7 @@ class Server:
             log.warning("failpoints are set: %s", config.failpoints)
             make_transport = around(chosen.transport, hit)
             make_engine = partial(FaultyEngine, hit)
+        memory = memory_limit(config)
         self.context: Any = {}
         self._libzmq, self._gate = None, None
         if chosen is implementation.PLAIN:
@@ -128,7 +129,6 @@ class Server:
             self._events = LogEvents(self._timeline, logging.INFO)
             _OURS.addHandler(self._events)
         incarnation = secrets.token_hex(8)
-        memory = memory_limit(config)
         self._lanes = [
             _Lane(
                 make_engine(

@@ -176,7 +176,7 @@ class Timeline:
         except OSError as error:
             self._full = True
             log.warning(
-                "the timeline %s ends here: %s: make room there, or name another directory "
+                "the timeline %s ends here: %s; mend that, or name another directory "
                 "(REDUCTION_TIMELINE)",
                 *(self._path, error.strerror),
             )

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -92,22 +93,28 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks
 def pytest_collection_modifyitems(config, items):
     """Mark the extended cases, and begin with the files that take longest."""
-    unused = set()
-    for item in items:
-        for mark in item.iter_markers("extended_cases"):
-            unused.update((item.originalname, case) for case in mark.args)
-    for item in items:
-        for mark in item.iter_markers("extended_cases"):
-            begins = [case for case in mark.args if item.callspec.id.startswith(case)]
-            unused.difference_update((item.originalname, case) for case in begins)
-            if begins:
-                item.add_marker(pytest.mark.extended)
     part = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    mark_cases(items, whole=not part)
     if not part:  # files are here as a whole
-        for name, case in unused:
-            raise pytest.UsageError(f"{name} has no case that begins with {case!r}")
         check_fast(items)
     items.sort(key=place)
+
+
+def mark_cases(items, whole):
+    """Mark the cases that a test leaves to `make test-extended`; the others stand for them."""
+    tests = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("extended_cases"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for test, cases in tests.items():
+        begins = cases[0].get_closest_marker("extended_cases").args
+        for item in cases:
+            if item.callspec.id.startswith(begins):
+                item.add_marker(pytest.mark.extended)
+        ids = [item.callspec.id for item in cases]
+        gone = [one for one in begins if not any(each.startswith(one) for each in ids)]
+        if whole and (gone or all(item.get_closest_marker("extended") for item in cases)):
+            raise pytest.UsageError(f"{test}: no case begins with {gone}, or no other is left")
 
 
 def place(item):
@@ -215,7 +222,8 @@ def broken_pipes():
 # The compiled implementation runs every scenario in `make test`. The plain one does so where the
 # two are compared: engines, sessions, flights and transports, whose tests have their own fixtures.
 @pytest.fixture(
-    scope="module", params=["compiled", pytest.param("plain", marks=pytest.mark.extended)]
+    scope="module",
+    params=["compiled", pytest.param("plain", marks=pytest.mark.extended("tests/engine/"))],
 )
 def impl(request):
     """Make the test's workers and reducers plain, and then compiled ones."""

@@ -680,7 +680,7 @@ class Membership:
             raise CapacityError(
                 f"job {job.name!r} needs {needed} bytes of a reducer ({why}), {free} of "
                 f"{self.memory_limit} are free: {advice}, add reducers, or raise the reducer's "
-                "--memory-limit (REDUCTION_MEMORY_LIMIT)",
+                "--memory-limit (REDUCTION_MEMORY_LIMIT; its log says if its machine has less)",
                 limit="memory_limit",
             )
         most = self._limits.job_memory_limit

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -986,16 +987,20 @@ def name_of(dtype):
 
 
 def shown(found):
-    """Return what a check found as JSON has it; of a tensor type, shape and exact elements."""
+    """Return what a check found as JSON has it; of a tensor type, shape and exact elements.
+
+    Of a large one the first elements, and a digest of all.
+    """
     if hasattr(found, "to_local"):  # a DTensor
         found = found.to_local()
     if isinstance(found, torch.Tensor):
         plain = found.detach().cpu()
         plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        told = {"dtype": name_of(found.dtype), "shape": list(found.shape)}
         if plain.numel() > 10_000:
+            told["digest"] = sha256(plain.contiguous().view(torch.uint8).numpy()).hexdigest()
             plain = plain[:10]
-        elements = [repr(one) for one in plain.flatten().tolist()]
-        return {"dtype": name_of(found.dtype), "shape": list(found.shape), "elements": elements}
+        return told | {"elements": [repr(one) for one in plain.flatten().tolist()]}
     if isinstance(found, list | tuple):
         return [shown(one) for one in found]
     return found if isinstance(found, int | float | bool | str | None) else repr(found)

@@ -21,7 +21,8 @@ CASES = case_names(MODULE)
 CHECKS = (
     *("all_reduce", "reduce_scatter", "broadcast", "all_gather", "scatter", "barriers"),
     *("a handle", "callbacks", "tensor", "DDP, by default", "DDP, FP16_COMPRESS", "compiled"),
-    *("joined unevenly", "sharded"),
+    *("joined unevenly", "sharded", "gathered", "objects", "sent", "received", "monitored"),
+    *("exchanged", "reduce, ", "together"),
 )
 BY_NAME = """
 import sys

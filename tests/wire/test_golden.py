@@ -54,7 +54,7 @@ def said(header, body):
         return header.type, header.job, header.rank, welcome.version.partition(".")[0]
     if header.type is M.ERROR:
         error = decode_error(body)
-        return header.type, header.sequence, type(error).__name__, str(error)
+        return header.type, header.sequence, type(error).__name__, sorted(vars(error).items())
     return header._replace(watermark=0, since=0, window=0), body
 
 
@@ -82,21 +82,41 @@ def test_a_reducer_hears_workers_of_0_1_0(name, impl):
 
 
 def say_again(listener, spoken):
-    """Say what a reducer has said, each as soon as the worker has said as much as then."""
+    """Say what a reducer has said, each as soon as the worker has said as much as then.
+
+    Returns:
+        What the worker contributes now, and what it contributed then.
+    """
     connection, _ = listener.accept()
-    then, now = Decoder(True), Decoder(True)
-    ahead = 0  # messages that the worker has said then and not yet now
+    decoders = Decoder(True), Decoder(True)
+    now, then = [], []
     with connection:
         connection.settimeout(20)
         for up, data in spoken:
             if up:
-                ahead += len(then.take(data))
+                then += decoders[1].take(data)
                 continue
-            while ahead > 0:
-                ahead -= len(now.take(connection.recv(1 << 16)))
+            while len(now) < len(then):
+                heard = connection.recv(1 << 16)
+                assert heard, "the worker has hung up"
+                now += decoders[0].take(heard)
             connection.sendall(data)
-        while connection.recv(1 << 16):
-            pass
+        while heard := connection.recv(1 << 16):
+            now += decoders[0].take(heard)
+    return contributed(now), contributed(then)
+
+
+def contributed(messages):
+    """Return the bytes of each all-reduce, however they were cut, with its type and operation."""
+    parts = sorted(
+        (header.sequence, header.dtype, header.op, header.offset, body)
+        for header, body in messages
+        if header.type is M.CONTRIBUTION
+    )
+    whole = defaultdict(bytes)
+    for *operation, _, body in parts:
+        whole[tuple(operation)] += body
+    return whole
 
 
 @pytest.mark.usefixtures("impl")
@@ -121,4 +141,5 @@ def test_a_worker_hears_the_reducer_of_0_1_0(name, rank):
                         call.begin(client).wait(20)
                 else:
                     assert call.begin(client).wait(20).tobytes() == call.right().tobytes()
-        replay.result(20)
+        now, then = replay.result(20)
+        assert now == then != {}

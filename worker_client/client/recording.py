@@ -226,7 +226,7 @@ class CallLog:
                 _replace(self._directory / f"rank_{rank}", dumps(document, protocol=4))
             except OSError as error:
                 log.warning(
-                    "the latest calls could not be written: %s: make room there, or name another "
+                    "the latest calls could not be written: %s; mend that, or name another "
                     "directory (REDUCTION_DUMP)",
                     error,
                 )

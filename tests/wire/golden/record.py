@@ -1,22 +1,24 @@
-"""Records what workers and a reducer say to each other: ``python -m tests.wire.golden.record``.
+"""Records what workers and a reducer say to each other, in a folder of its own for a version.
+
+    python -m tests.wire.golden.record FOLDER
 
 A relay is between them. Its records, in the order in which it has read them, are one file for each
-session; see `README.md`.
+session; see `README.md`. A file that is there is not written again.
 """
 
 import socket
 import struct
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from reducer.errors import MismatchError
 from tests.conftest import reducer_here
 from tests.wire.golden.sessions import SESSIONS
 from worker_client.client.bootstrap import connect
-
-FOLDER = Path(__file__).parent
 
 
 class Relay:
@@ -35,7 +37,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
-        for number in range(256):
+        for number in count():
             worker, _ = self._listener.accept()
             reducer = socket.create_connection((self._host, self._port))
             for up, source, sink in ((True, worker, reducer), (False, reducer, worker)):
@@ -73,7 +75,8 @@ def main():
         data = b"".join(
             struct.pack("<BBI", number, up, len(data)) + data for number, up, data in record(calls)
         )
-        (FOLDER / f"{name}.wire").write_bytes(data)
+        with Path(sys.argv[1], f"{name}.wire").open("xb") as file:
+            file.write(data)
 
 
 if __name__ == "__main__":
