@@ -397,7 +397,7 @@ HANDLE = {
     "source_rank": lambda work: [work.wait(), work._source_rank()],
     "future": lambda work: work.get_future().wait(),
     "future's done": lambda work: [work.get_future().wait(), work.get_future().done()],
-    "own tensor": lambda work: [work.get_future().wait()[0] is work.result()[0]],
+    "own tensor": lambda work: [work.wait(), work.get_future().wait()[0] is work.result()[0]],
     "future's value": lambda work: [
         work.wait(),
         work.get_future().wait(),

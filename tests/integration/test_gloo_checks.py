@@ -51,7 +51,7 @@ BY_GLOO = (
     *("barriers", "monitored", "tensor of shards", "tensors that gloo frees", "group of one"),
 )
 # Of which ranks have the same bits, though not those of Gloo.
-SAME_EVERYWHERE = ("DDP, ", "compiled", "joined")
+SAME_EVERYWHERE = ("DDP, ", "joined")
 
 
 class Difference(NamedTuple):
@@ -206,7 +206,7 @@ def test_the_page_says_what_differs():
     assert table() in (ROOT / "docs/frameworks.md").read_text()
 
 
-@pytest.mark.extended("tests/integration/test_torch_backend.py::test_through_a_pool")
+@pytest.mark.extended("tests/integration/test_torch_backend.py::test_a_script_sees")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_check(world_size):
