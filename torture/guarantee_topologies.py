@@ -30,7 +30,7 @@ FAULTS = {
     "job killed": 4.0,
     "rank replaced": 4.0,
 }
-# Connections to far reducers break, and go on: no call may fail for it.
+# Connections to far reducers break, and go on unless a rank is plain: no call may fail for it.
 BREAKS = {"connection reset": 40.0, "connections reset": 40.0}
 # A process group takes all ranks at once, so nobody can come in a rank's place.
 GROUP = FAULTS | {"rank replaced": 0.0}
@@ -220,6 +220,6 @@ def arrange(
         rng,
         patience_s=topology.patience_s,
         elastic=topology.elastic,
-        resumes=topology.round_trip_ms > 0,
+        resumes=topology.round_trip_ms > 0 and not any(plain),  # those lose their reducer
         survives_pool="REDUCTION_FALLBACK" in topology.environment,
     )

@@ -353,6 +353,7 @@ FEW = settings(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     derandomize=True,
+    print_blob=True,  # it does not find the same examples in every process
 )
 MANY = settings(FEW, max_examples=3000)
 
