@@ -11,6 +11,11 @@ def transport(client):
     return communicator(client).flat._transport
 
 
+def leader(client):
+    """Which thread leads shows in no result: it costs time alone."""
+    return communicator(client).flat._leader
+
+
 def replace_lead(patch, client, kind):
     """Some instants come only while a thread waits for the lead, which nobody sees."""
     driver = communicator(client).flat
