@@ -128,6 +128,21 @@ def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network):
     assert largest_chunk(network) == SMALLEST_CHUNK
 
 
+def test_an_answer_is_of_no_use_to_a_rank_that_has_begun_anew_since_it_asked(network):
+    call(network)
+    told = Header(MessageType.SHARD_MAP).pack(), encode(Loss(ALL_REDUCERS, 6, number(5)))
+    session = network.workers[1].session
+    network.do(1, session.receive(0, *told, network.now))
+    network.drain(*network.up.values())
+    network.drain(*(network.down[1, index] for index in range(2)))
+    assert session.calls.question is None
+    assert session.failover.map.epoch == 6, "which others have begun, and not the one after it"
+    network.deliver_all()
+    call(network)
+    network.deliver_all()
+    assert [worker.ended[3] for worker in network.workers] == [None, None]
+
+
 @pytest.mark.parametrize("hears_first", [False, True])
 def test_a_rank_that_is_lost_amid_an_agreement_is_named(implementation, hears_first):
     network = connected(3, 2, 0, 0, implementation)

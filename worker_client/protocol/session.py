@@ -88,7 +88,8 @@ class Session(SessionState):
         weights = spec.weights or (1,) * reducers
         self.plan = Plan(weights, spec.chunk_bytes, self._agreement.chunk_bytes_of)
         self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
-        self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer
+        self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer,
+        self._asked_in = 0  # and the epoch in which the ranks were asked for it
         self._joining = Joining(
             spec,
             self.links,
@@ -253,7 +254,7 @@ class Session(SessionState):
             self._held.append((operation, now))
             usable_lanes = self.failover.usable_lanes()
             question = self._agreement.question(self._flow.rate, usable_lanes, operation)
-            self.calls.question = question
+            self.calls.question, self._asked_in = question, self._map.epoch
             return self._start(question, now)
         return self._start(operation, now)
 
@@ -315,7 +316,9 @@ class Session(SessionState):
         if (final := self.calls.final) is not None:
             held, self._held = self._held, []
             return [Finish(operation, final) for operation, _ in held]
-        if error is None:
+        if error is None and self._map.epoch != self._asked_in:
+            log.debug("ranks have begun anew since they asked which reducers to use")
+        elif error is None:
             actions += self.failover.agree(self._agreement.answer(), sequence)
             self._roll_call.agreed()
             for link in self.links:  # the next PING counts, even if it says nothing
