@@ -7,12 +7,12 @@ which may blame anybody. A rank learns in steps that have numbers, so what each 
 counted can be told.
 """
 
-import heapq
-import itertools
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
+from tests.sim.clock import Clock
 from worker_client.outer.quorum import (
     UNKNOWN,
     Arrival,
@@ -26,7 +26,7 @@ from worker_client.outer.quorum import (
 
 TERMS = (0.7, 0.9)
 LOOK_S = 0.05
-MOST_EVENTS = 200_000
+LIMIT_S = 300.0
 Step = tuple[int, int]  # a rank's own, by its number
 Contribution = tuple[frozenset[Step], float]  # and its weight
 Mean = dict[int, Contribution]  # of each member
@@ -94,21 +94,19 @@ class World:
     """One training, as the seed has it.
 
     Attributes:
-        now: seconds.
+        clock: of all ranks, and of the store.
         means: what the outer steps are, by number, as the first rank that has made one has it.
-        outcomes: how many averagings have ended so.
+        outcome: how many averagings have ended so, by how.
     """
 
     def __init__(self, seed):
         self.chance = random.Random(seed)
         self.faults = Faults.of(self.chance)
-        self.now = 0.0
+        self.clock = Clock()
         self.means = []
-        self.outcomes = dict.fromkeys(Outcome, 0)
+        self.outcome = Counter()
         self.text = Register(steps=UNKNOWN if self.faults.loaded else 0).dump()
         self.attempts = {}
-        self._due = []
-        self._numbers = itertools.count()
         for step in range(self.faults.loaded):
             self.means.append({0: (frozenset({(0, -1 - step)}), 1.0)})
         self.ranks = [Rank(self, rank) for rank in range(self.faults.ranks)]
@@ -126,27 +124,28 @@ class World:
         """
         for rank in self.ranks:
             rank.start()
-        for _ in range(MOST_EVENTS):
-            if not self._due:
-                break
-            due, _, rank, action = heapq.heappop(self._due)
-            self.now = due
-            if rank is not None and rank.stopped_until > due:
-                self.at(rank.stopped_until, rank, action)  # it does not run
-            else:
-                action()
-            if all(one.done or one.stopped_until == math.inf for one in self.ranks):
-                break
+        self.clock.run(LIMIT_S, lambda: all(rank.rests for rank in self.ranks))
         self._check()
 
+    def describe(self):
+        """Say what is in the register."""
+        return [self.text]
+
     def at(self, due, rank, action):
-        """Have something happen then, at a rank if it runs, or elsewhere."""
+        """Have something happen then, at a rank when it runs, or elsewhere."""
+
+        def happen():
+            if rank is not None and rank.stopped_until > self.clock.now:
+                self.at(rank.stopped_until, rank, action)
+            else:
+                action()
+
         if due < math.inf:
-            heapq.heappush(self._due, (due, next(self._numbers), rank, action))
+            self.clock.at(due, happen)
 
     def later(self, most_s, rank, action):
         """Have something happen within so many seconds."""
-        self.at(self.now + self.chance.random() * most_s, rank, action)
+        self.at(self.clock.now + self.chance.random() * most_s, rank, action)
 
     def compare_set(self, expected, desired):
         """Do what the store does, in an instant of its own."""
@@ -172,7 +171,7 @@ class World:
 
     def _check(self):
         for rank in self.ranks:
-            if not rank.done and rank.stopped_until < math.inf:
+            if not rank.rests:
                 raise WrongError(f"rank {rank.number} hangs: {self.text}")
             if rank.outer != self.means[: len(rank.outer)]:
                 raise WrongError(f"rank {rank.number} has other outer steps")
@@ -212,6 +211,11 @@ class Rank:
         self._attempting = None
         self._known = math.inf if faults.loaded else 0.0
 
+    @property
+    def rests(self):
+        """Whether it is done, or stopped for ever."""
+        return self.done or self.stopped_until == math.inf
+
     def start(self):
         """Begin to train."""
         self._program = self._train()
@@ -236,13 +240,13 @@ class Rank:
             world.at(chance.uniform(0.0, 10.0), None, lambda: self._stop(math.inf))
 
     def _stop(self, seconds):
-        self.stopped_until = max(self.stopped_until, self._world.now + seconds)
+        self.stopped_until = max(self.stopped_until, self._world.clock.now + seconds)
         self._world.at(
-            self._world.now + self._world.faults.patience_s, None, self._look_for_silence
+            self._world.clock.now + self._world.faults.patience_s, None, self._look_for_silence
         )
 
     def _look_for_silence(self):
-        if self.stopped_until > self._world.now and self._attempting is not None:
+        if self.stopped_until > self._world.clock.now and self._attempting is not None:
             self._attempting.silent(self)
 
     def _resume(self, value):
@@ -257,7 +261,9 @@ class Rank:
     # -- what its process waits for ---------------------------------------------------------------
 
     def _sleep(self, seconds):
-        return lambda resume: self._world.at(self._world.now + seconds, self, lambda: resume(None))
+        return lambda resume: self._world.at(
+            self._world.clock.now + seconds, self, lambda: resume(None)
+        )
 
     def _ask(self, expected, desired):
         """Have the store compare and set; nothing is changed if both are the same."""
@@ -285,7 +291,7 @@ class Rank:
     def _average(self, *, last):
         world, faults = self._world, self._world.faults
         contribution = frozenset(self.pending)
-        began, stopped_before = world.now, self.stopped_until
+        began, stopped_before = world.clock.now, self.stopped_until
         turn = Participant(
             self.number,
             faults.ranks,
@@ -308,7 +314,7 @@ class Rank:
                 elif self.number in attempting.errors:
                     turn.fail(attempting.errors[self.number])
                     told = attempting
-            action = turn.look(Register.parse(text), world.now)
+            action = turn.look(Register.parse(text), world.clock.now)
             match action:
                 case Propose(register):
                     text = yield self._ask(text, register.dump())
@@ -323,8 +329,8 @@ class Rank:
                     ended = self._attempting
                     self._leave()
                     self._settle(outcome, contribution, ended)
-                    world.outcomes[outcome] += 1
-                    took_s = world.now - began
+                    world.outcome[outcome.name.lower().replace("_", " ")] += 1
+                    took_s = world.clock.now - began
                     others = self.number != 3 and self.stopped_until == stopped_before
                     # Those that have come wait for each other for a moment: they are equally fast.
                     if faults.even and not last and others and took_s > 1.1 * faults.grace_s + 0.3:
@@ -388,7 +394,7 @@ class Attempting:
             world.later(0.02, rank, lambda: self._fail(rank.number, self._blamed))
         slow = 0.02 * world.faults.grace_s if world.faults.even else world.chance.random()
         world.later(slow, rank, lambda: self._contribute(rank, contribution))
-        world.at(world.now + world.faults.grace_s, rank, lambda: self._time_out(rank))
+        world.at(world.clock.now + world.faults.grace_s, rank, lambda: self._time_out(rank))
         if world.chance.random() < world.faults.hostile:
             blamed = [one for one in self.asked.members if world.chance.random() < 0.3]
             world.later(1.5, rank, lambda: self._fail(rank.number, frozenset(blamed)))
