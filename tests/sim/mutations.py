@@ -25,8 +25,8 @@ MUTATIONS["rank-lost-at-once"] = engine, "AWAY_S", 0.0
 broken = MUTATIONS.broken
 
 
-def late(world):
-    return world.late
+def hosting(world):
+    return world.hosts
 
 
 def rolling(world):
@@ -47,7 +47,7 @@ def no_duplicate_check(*_):
     return False
 
 
-@MUTATIONS.instead_of(ShardMap, "lose", where=late)
+@MUTATIONS.instead_of(ShardMap, "lose")
 def no_epoch_check(_, self, reducer, stage):
     """Take every loss for one of the present epoch, whatever it is told for."""
     self._lost[reducer] = max(Stage(self.epoch), self._lost[reducer])
@@ -89,20 +89,20 @@ def questions_not_declined(*_):
     """Let a question wait for ranks that have gone on without it."""
 
 
-@MUTATIONS.instead_of(ShardMap, "stage")
+@MUTATIONS.instead_of(ShardMap, "stage", where=rolling)
 def nobody_adopted(stage_of, self, epoch=None):
     """Give up when no reducer of an epoch is left, though others answer."""
     stage = stage_of(self, epoch)
     return stage if stage is not None and stage.number == 0 else None
 
 
-@MUTATIONS.instead_of(Failover, "_claim_all")
+@MUTATIONS.instead_of(Failover, "_claim_all", where=rolling)
 def adopted_unclaimed(*_):
     """Keep to ourselves the results that others lack, when a reducer takes all."""
     return []
 
 
-@MUTATIONS.instead_of(Aborts, "welcomed")
+@MUTATIONS.instead_of(Aborts, "welcomed", where=hosting)
 def failures_untold(*_):
     """Do not tell a new reducer of what has failed here."""
 
@@ -120,7 +120,7 @@ def calls_uncounted(give, self, operation):
     give(self, operation)
 
 
-@MUTATIONS.instead_of(Joining, "give_up", where=late)
+@MUTATIONS.instead_of(Joining, "give_up", where=hosting)
 def two_maps(give_up, self, now):
     """Begin without reducers that ranks host, of which other ranks take no notice."""
     late = give_up(self, now)
