@@ -31,6 +31,7 @@ class Threads:
         running: the thread that runs; None: an event of the clock does.
         held: locks that are held. Whoever holds one waits for nobody, so nobody waits for a lock.
         over: whether the world has ended.
+        back: released when the thread that runs waits, or ends.
     """
 
     def __init__(self, clock, rng):
@@ -40,13 +41,13 @@ class Threads:
         self._clock = clock
         self._rng = rng
         self._begun = []
-        self._back = _taken()  # released when the thread that runs waits, or ends
+        self.back = _taken()
         self.time = SimpleNamespace(monotonic=lambda: clock.now, sleep=self.sleep)
         self.queue = SimpleNamespace(SimpleQueue=partial(_Queue, self), Empty=queue.Empty)
         self.threading = SimpleNamespace(
             Thread=partial(_Thread, self),
             RLock=partial(_Lock, self),
-            Condition=partial(_Condition, self),
+            Condition=lambda lock: lock,
             current_thread=lambda: self.running,
             TIMEOUT_MAX=threading.TIMEOUT_MAX,
         )
@@ -82,7 +83,7 @@ class Threads:
                 self._clock.after(LOOK_S * self._rng.random(), look)
 
         self._clock.after(LOOK_S * self._rng.random(), look)
-        self._back.release()
+        self.back.release()
         thread.turn.acquire()
         if self.over:
             raise Ended
@@ -99,14 +100,10 @@ class Threads:
         self._begun.append(thread)
         self._clock.after(0.0, lambda: self._go_on(thread))
 
-    def pause(self):
-        """Hand over, at the end of the thread that runs."""
-        self._back.release()
-
     def _go_on(self, thread):
         self.running = thread
         thread.turn.release()
-        assert self._back.acquire(timeout=HOST_S), "a thread waits for what is not in this world"
+        assert self.back.acquire(timeout=HOST_S), "a thread waits for what is not in this world"
         self.running = None
 
     def _end(self):
@@ -136,13 +133,15 @@ class _Thread(threading.Thread):
                     super().run()
         finally:
             self.ended = True
-            self._threads.pause()
+            self._threads.back.release()
 
     def join(self, timeout=None):
         self._threads.wait(lambda: self.ended, timeout)
 
 
 class _Lock:
+    """A lock, and the condition that is made of it: whoever waits looks often enough."""
+
     def __init__(self, threads):
         self._threads = threads
 
@@ -153,14 +152,8 @@ class _Lock:
     def __exit__(self, *exc_info):
         self._threads.held -= 1
 
-
-class _Condition:
-    def __init__(self, threads, lock):
-        del lock  # nobody ever waits for it
-        self._threads = threads
-
     def notify_all(self):
-        """Do nothing: whoever waits looks often enough."""
+        pass
 
     def wait_for(self, done, timeout=None):
         held, self._threads.held = self._threads.held, 0
