@@ -32,10 +32,6 @@ Contribution = tuple[frozenset[Step], float]  # and its weight
 Mean = dict[int, Contribution]  # of each member
 
 
-class WrongError(AssertionError):
-    """What must not happen has happened."""
-
-
 @dataclass(frozen=True)
 class Faults:
     """What a world is like.
@@ -120,7 +116,7 @@ class World:
         """Run it until all ranks are done, but for one that is stopped for ever.
 
         Raises:
-            WrongError: they do not get there, or not in time, or outer steps are wrong.
+            AssertionError: they do not get there, or not in time, or outer steps are wrong.
         """
         for rank in self.ranks:
             rank.start()
@@ -158,32 +154,29 @@ class World:
         if steps == len(self.means):
             earlier = {step for one in self.means for own, _ in one.values() for step in own}
             new = {step for own, _ in mean.values() for step in own}
-            if twice := earlier & new:
-                raise WrongError(f"outer step {steps} counts {sorted(twice)} again")
-            if len(mean) < self.faults.least:
-                raise WrongError(f"outer step {steps} is of {sorted(mean)} alone")
+            assert not earlier & new, f"outer step {steps} counts {earlier & new} again"
+            assert len(mean) >= self.faults.least, f"outer step {steps} is of {sorted(mean)} alone"
             for rank, (own, weight) in mean.items():
-                if not math.isclose(weight, len(mean) * len(own) / len(new)):
-                    raise WrongError(f"outer step {steps} has a weight of {weight} of rank {rank}")
+                right = len(mean) * len(own) / len(new)
+                assert math.isclose(weight, right), f"outer step {steps}: rank {rank} has {weight}"
             self.means.append(mean)
-        if self.means[steps] != mean:
-            raise WrongError(f"outer step {steps} is of {self.means[steps]}, and of {mean}")
+        first = self.means[steps]
+        assert mean == first, f"outer step {steps} is of {first}, and of {mean}"
 
     def _check(self):
         for rank in self.ranks:
-            if not rank.rests:
-                raise WrongError(f"rank {rank.number} hangs: {self.text}")
-            if rank.outer != self.means[: len(rank.outer)]:
-                raise WrongError(f"rank {rank.number} has other outer steps")
+            number = rank.number
+            assert rank.rests, f"rank {number} hangs"
+            assert rank.outer == self.means[: len(rank.outer)], f"rank {number} has others"
             nothing = frozenset[Step](), 0.0
             counted = set().union(*(mean.get(rank.number, nothing)[0] for mean in self.means))
             if not rank.done:
                 continue
-            if counted & rank.pending or counted | rank.pending != rank.learned:
-                lost = rank.learned - counted - rank.pending
-                raise WrongError(f"rank {rank.number} has lost {lost}, or counts it again")
-            if self.faults.even and (rank.pending or len(rank.outer) != len(self.means)):
-                raise WrongError(f"rank {rank.number} has not ended as the others have")
+            lost = rank.learned - counted - rank.pending
+            assert counted | rank.pending == rank.learned, f"rank {number} has lost {lost}"
+            assert not counted & rank.pending, f"rank {number} counts steps again"
+            as_others = not rank.pending and len(rank.outer) == len(self.means)
+            assert as_others or not self.faults.even, f"rank {number} has not ended as the others"
 
 
 class Rank:
@@ -332,10 +325,10 @@ class Rank:
                     world.outcome[outcome.name.lower().replace("_", " ")] += 1
                     took_s = world.clock.now - began
                     others = self.number != 3 and self.stopped_until == stopped_before
-                    # Those that have come wait for each other for a moment: they are equally fast.
-                    if faults.even and not last and others and took_s > 1.1 * faults.grace_s + 0.3:
-                        # After a pause the late rank may come first: it waits for the others.
-                        raise WrongError(f"rank {self.number} has waited for {took_s:.2f} s")
+                    # Those that have come wait for each other for a moment: they are equally
+                    # fast. After a pause the late rank may come first: it waits for the others.
+                    in_time = took_s <= 1.1 * faults.grace_s + 0.3 or not faults.even or last
+                    assert in_time or not others, f"rank {self.number} has waited {took_s:.2f} s"
                     return outcome
                 case _:
                     yield self._sleep(LOOK_S)
@@ -352,8 +345,8 @@ class Rank:
             outer, mean = ended.results[self.number]
             if outer is not None and len(self.outer) < ended.asked.steps:
                 self.outer = list(outer)
-            if len(self.outer) != ended.asked.steps:
-                raise WrongError(f"rank {self.number} makes outer step {ended.asked.steps} early")
+            step = ended.asked.steps
+            assert len(self.outer) == step, f"rank {self.number} makes outer step {step} early"
             self._world.note_mean(len(self.outer), mean)
             self.outer.append(mean)
         if outcome in {Outcome.AVERAGED, Outcome.COUNTED}:
@@ -387,8 +380,7 @@ class Attempting:
     def join(self, rank, contribution):
         """Have a member contribute."""
         world = self.world
-        if rank.number not in self.asked.members:
-            raise WrongError(f"rank {rank.number} makes an attempt of {self.asked.members}")
+        assert rank.number in self.asked.members, f"rank {rank.number} makes an attempt of others"
         self._here[rank.number] = rank
         if self._blamed is not None:
             world.later(0.02, rank, lambda: self._fail(rank.number, self._blamed))
