@@ -44,6 +44,7 @@ def test_a_seed_replays_to_the_byte():
     "rank-lost-at-once",
     "questions-not-declined",
     "failures-untold",
+    "another-process-lost",
 )
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_noticed(name):
