@@ -3,8 +3,7 @@
 import re
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,42 @@ import pytest
 from reducer import failpoints
 from reducer.errors import RankLostError, ReducerLostError, ReductionError, ReductionTimeout
 from reducer.failpoints import DROPPING, LEAVE_S, Action, Failpoint, Place, parse
+from reducer.pool import READY
 from reducer.runtime import _loop as reducer_loop
-from tests.faults.processes import reducer, worker
 from tests.integration.calls import ones, until_stopped
-from tests.ranks import Rank
+from tests.ranks import environments, ranks
 from worker_client.client.bootstrap import connect
-from worker_client.client.client import Client
 from worker_client.runtime import _loop as worker_loop
-
-Both = Callable[[str], AbstractContextManager[tuple[Rank, Client]]]
 
 ROOT = Path(__file__).parents[2]
 TWINS = ["plain", "reducer", "worker"]
+SERVE = ["-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
+# Rank 0 of 2: all-reduces of 3 chunks of ones, until it is told to stop by the end of its input.
+WORK = """
+import sys, numpy as np
+from worker_client.client.bootstrap import connect
+with connect(rank=0, world_size=2, connect_timeout="500ms", timeout="300ms") as client:
+    print("joined", flush=True)
+    for _ in sys.stdin:
+        print(client.all_reduce(np.ones(49152, np.float32), op="sum").wait(10)[0], flush=True)
+"""
+
+
+@contextmanager
+def reducer(failpoints):
+    """A running `reducer serve`, and its address."""
+    given = environments(1, REDUCTION_FAILPOINTS=failpoints)
+    with ranks(given, *SERVE, talk=True) as (running,):
+        yield running, running.stdout.readline().removeprefix(READY).strip()
+
+
+@contextmanager
+def worker(failpoints, servers, job):
+    """A worker that makes an all-reduce for each line that it is sent, and says its first sum."""
+    settings = {"REDUCTION_JOB": job, "REDUCTION_CHUNK_BYTES": "64KiB"}
+    given = environments(1, servers, REDUCTION_FAILPOINTS=failpoints, **settings)
+    with ranks(given, "-c", WORK, talk=True) as (running,):
+        yield running
 
 
 # -- what is written ----------------------------------------------------------------------------
@@ -60,17 +83,11 @@ def test_what_is_read(text, read):
     [
         ("reducer.sum=kill", r"no failpoint is called 'reducer.sum'.*reducer\.received, .*hello$"),
         ("REDUCER_TICK=kill", "no failpoint is called"),
-        (
-            "reducer.tick=die",
-            "'die' is no action of reducer.tick: known are kill, stop, ",
-        ),
+        ("reducer.tick=die", "'die' is no action of reducer.tick: known are kill, stop, "),
         ("reducer.tick=", "'' is no action"),
         ("reducer.tick=delay", "'delay' is no action"),
         ("reducer.tick=delay:soon", "write a duration such as .* got 'soon'"),
-        (
-            "reducer.tick=drop",
-            r"nothing to drop at reducer.tick, only at .*hello$",
-        ),
+        ("reducer.tick=drop", r"nothing to drop at reducer.tick, only at .*hello$"),
         ("reducer.tick", "write NAME=ACTION or NAME=ACTION@N"),
         ("reducer.tick=kill@0", "with N from 1"),
         ("reducer.tick=kill@", "with N from 1"),
@@ -129,12 +146,12 @@ def job(address, *, late=False, timeout="2s"):
     """Two ranks of a job, and their first all-reduces; rank 0's is perhaps before rank 1 comes."""
     with ExitStack() as stack:
         arguments = {"job": "a job", "world_size": 2, "servers": [address], "timeout": timeout}
-        ranks = [stack.enter_context(connect(rank=0, **arguments))]
-        works = [ask(ranks[0])] if late else []
+        clients = [stack.enter_context(connect(rank=0, **arguments))]
+        works = [ask(clients[0])] if late else []
         if late:
             time.sleep(0.05)  # so that it has arrived
-        ranks.append(stack.enter_context(connect(rank=1, **arguments)))
-        yield ranks, works + [ask(client) for client in ranks[len(works) :]]
+        clients.append(stack.enter_context(connect(rank=1, **arguments)))
+        yield clients, works + [ask(client) for client in clients[len(works) :]]
 
 
 def ask(client, **arguments):
@@ -142,11 +159,11 @@ def ask(client, **arguments):
 
 
 def outcomes(works):
-    """The sum at each rank, or its error."""
     return [outcome(work) for work in works]
 
 
 def outcome(work):
+    """The sum, or the error's type."""
     try:
         return float(work.wait(20)[0])
     except ReductionError as error:
@@ -182,8 +199,8 @@ WAYS = pytest.mark.parametrize(
     ],
 )
 def test_a_reducer_dies_at_the_nth_pass(point, late, with_sum):
-    with reducer(point) as (process, address), job(address, late=late) as (ranks, works):
-        found = [outcomes(works), outcomes([ask(client) for client in ranks])]
+    with reducer(point) as (process, address), job(address, late=late) as (clients, works):
+        found = [outcomes(works), outcomes([ask(client) for client in clients])]
         assert process.wait(30) == -signal.SIGKILL
     assert tuple(call.count(2.0) for call in found) == with_sum
     assert {one for call in found for one in call} <= {2.0, ReducerLostError}
@@ -212,11 +229,11 @@ def test_a_reducer_stops_and_goes_on():
 def test_a_reducer_is_slow():
     with (
         reducer("reducer.after_sum=delay:150ms,reducer.received=delay:150ms@3") as (_, address),
-        job(address) as (ranks, works),
+        job(address) as (clients, works),
     ):
         assert outcomes(works) == [2.0, 2.0]
         started = time.perf_counter()
-        assert outcomes([ask(client) for client in ranks]) == [2.0, 2.0]
+        assert outcomes([ask(client) for client in clients]) == [2.0, 2.0]
         assert time.perf_counter() - started > 0.3
 
 
@@ -248,14 +265,8 @@ def test_a_reducer_drops_a_welcome():
 # -- workers ------------------------------------------------------------------------------------
 
 
-def line(pipe):
-    assert pipe is not None
-    return pipe.readline().strip()
-
-
-def go(process):
-    process.stdin.write("go\n")
-    process.stdin.flush()
+def line(process):
+    return process.stdout.readline().strip()
 
 
 @pytest.fixture
@@ -269,13 +280,16 @@ def both(servers, request):
             worker(failpoints, **common) as process,
             connect(rank=1, world_size=2, chunk_bytes="64KiB", **common) as client,
         ):
-            assert line(process.stdout) == "joined"
+            assert line(process) == "joined"
             yield process, client
 
     return make
 
 
-def ask_three_chunks(client):
+def ask_both(process, client):
+    """Begin an all-reduce of three chunks at both ranks."""
+    process.stdin.write("go\n")
+    process.stdin.flush()
     return client.all_reduce(ones(49152), op="sum")
 
 
@@ -293,27 +307,29 @@ def ask_three_chunks(client):
 def test_a_worker_dies_at_the_nth_pass(both, point, sums, others):
     with both(point) as (process, client):
         for call in range(sums + 1):
-            go(process)
-            works = [ask_three_chunks(client)]
-            assert line(process.stdout) == ("2.0" if call < sums else "")
+            work = ask_both(process, client)
+            assert line(process) == ("2.0" if call < sums else "")
         assert process.wait(30) == -signal.SIGKILL
-        assert others is None or outcomes(works) == [others]
+        assert others is None or outcome(work) == others
 
 
-def test_a_worker_dies_before_it_says_hello(servers):
-    with worker("worker.hello=kill", servers, "dies") as process:
-        assert not line(process.stdout)
-        assert process.wait(30) == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("action", "ends", "why"), [("kill", -signal.SIGKILL, ""), ("drop", 1, "not answer a HELLO")]
+)
+def test_a_worker_does_not_say_hello(servers, action, ends, why):
+    with worker(f"worker.hello={action}", servers, action) as process:
+        assert not line(process)
+        assert process.wait(30) == ends
+        assert why in process.err
 
 
 def test_a_worker_stops_and_goes_on(both):
     with both("worker.copied=stop@2") as (process, client):
-        go(process)
-        work = ask_three_chunks(client)
+        work = ask_both(process, client)
         until_stopped(process.pid)
         process.send_signal(signal.SIGCONT)
-        assert line(process.stdout) == "2.0"
-        assert outcomes([work]) == [2.0]
+        assert line(process) == "2.0"
+        assert outcome(work) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -328,26 +344,18 @@ def test_a_worker_stops_and_goes_on(both):
 def test_a_worker_is_slow(both, point, least_s):
     with both(point) as (process, client):
         started = time.perf_counter()
-        go(process)
-        assert outcomes([ask_three_chunks(client)]) == [2.0]
-        assert line(process.stdout) == "2.0"
+        assert outcome(ask_both(process, client)) == 2.0
+        assert line(process) == "2.0"
         assert time.perf_counter() - started > least_s
 
 
 @pytest.mark.parametrize("place", ["worker.before_send", "worker.received"])
 def test_a_worker_drops(both, place):
     with both(f"{place}=drop@2") as (process, client):
-        go(process)
-        found = outcomes([ask_three_chunks(client)])
-        assert found == [2.0 if place == "worker.received" else ReductionTimeout]
+        found = outcome(ask_both(process, client))
+        assert found == (2.0 if place == "worker.received" else ReductionTimeout)
         assert process.wait(30) == 1
         assert "reducer.errors.ReductionTimeout" in process.err
-
-
-def test_a_worker_drops_its_hello(servers):
-    with worker("worker.hello=drop", servers, "drops") as process:
-        assert process.wait(30) == 1
-        assert "does not answer a HELLO" in process.err
 
 
 def test_a_wrong_name_ends_the_command_with_a_sentence():

@@ -1,14 +1,11 @@
 """Whatever the network does, a step is exact or says in time why not, and the job goes on."""
 
 import time
-from contextlib import ExitStack
-from typing import NamedTuple
+from functools import partial
 
 import pytest
 
 from reducer.wire.constants import HEADER_BYTES, MAGIC, VERSION_MAJOR, MessageType
-from tests.conftest import joined
-from tests.faults.proxy import Proxy
 from tests.faults.steps import (
     COUNT,
     begin,
@@ -17,7 +14,6 @@ from tests.faults.steps import (
     works_again,
     works_again_or_says_why_not,
 )
-from worker_client.client.client import Client
 
 BOTH_WAYS = pytest.mark.parametrize("way", ["up", "down"])
 MORE_FRAME = bytes([1, HEADER_BYTES])  # how ZMTP begins a header that a payload follows
@@ -28,13 +24,6 @@ def chunk(way):
     """The first bytes of a chunk's header in that direction."""
     kind = MessageType.CONTRIBUTION if way == "up" else MessageType.RESULT
     return MAGIC + bytes([VERSION_MAJOR, kind])
-
-
-class Net(NamedTuple):
-    """A job of two ranks that reaches each of its two reducers through a proxy."""
-
-    clients: list[Client]
-    proxies: list[Proxy]
 
 
 @pytest.fixture(
@@ -49,25 +38,15 @@ def streams(request, impl):
 
 
 @pytest.fixture
-def make_net(servers, streams, request, monkeypatch):
-    """Make jobs, each with proxies of its own."""
+def make(make_net, servers, streams, monkeypatch):
+    """Make jobs, with so many connections."""
     monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
-    with ExitStack() as stack:
-
-        def make(what):
-            proxies = [stack.enter_context(Proxy(server)) for server in servers]
-            addresses = [proxy.address for proxy in proxies]
-            job = f"{request.node.name[:90]} {what}"
-            clients = stack.enter_context(joined(2, servers=addresses, job=job, timeout="20s"))
-            exact(begin(clients, 0))
-            return Net(clients, proxies)
-
-        yield make
+    return partial(make_net, servers)
 
 
 @pytest.fixture
-def net(make_net):
-    return make_net("")
+def net(make):
+    return make()
 
 
 # -- a network that is slow -----------------------------------------------------------------------
@@ -75,7 +54,7 @@ def net(make_net):
 
 def test_a_delay_costs_time_alone(net):
     for proxy in net.proxies:
-        proxy.delay("both", 0.05, jitter_s=0.02)
+        proxy.set("both", delay_s=0.05, jitter_s=0.02)
     start = time.monotonic()
     for number in range(1, 6):
         exact(begin(net.clients, number))
@@ -88,44 +67,44 @@ def test_a_reducer_at_a_tenth_of_its_rate_is_not_a_dead_one(net):
     passed = []
     for number in range(1, 4):
         if number == 3:
-            slow.throttle("both", passed[1] / took[1] / 10)
-        before, start = slow.counts.up_bytes, time.monotonic()
+            slow.set("both", bytes_per_s=passed[1] / took[1] / 10)
+        before, start = sum(slow.passed("up")), time.monotonic()
         exact(begin(net.clients, number, count), within_s=15)
         took.append(time.monotonic() - start)
-        passed.append(slow.counts.up_bytes - before)
+        passed.append(sum(slow.passed("up")) - before)
     assert took[2] > 2 * took[1]  # perhaps not ten times: shares may follow the rates
 
 
-def test_a_partition_is_noticed_and_gone_when_it_heals(make_net):
+def test_a_partition_is_noticed_and_gone_when_it_heals(make):
     directions = ("up", "down", "both")
-    nets = [make_net(direction) for direction in directions]  # at once: three would take long
+    nets = [make(direction) for direction in directions]  # at once: three would take long
     start = time.monotonic()
     for direction, net in zip(directions, nets, strict=True):
-        net.proxies[0].blackhole(direction)
+        net.proxies[0].set(direction, parted=True)
     for step in [begin(net.clients, 1) for net in nets]:
         exact_or_typed(step, within_s=start + 3 - time.monotonic())
     time.sleep(max(0.0, start + 3 - time.monotonic()))  # connections are begun anew meanwhile
     for step in [begin(net.clients, 2) for net in nets]:
         exact_or_typed(step, within_s=3)
     for net in nets:
-        net.proxies[0].heal()
+        net.proxies[0].set("both", parted=False)
         works_again(net.clients)
 
 
-def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(make_net, monkeypatch):
-    nets = [make_net("as usual")]
+def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(make, monkeypatch):
+    nets = [make("as usual")]
     monkeypatch.setenv("REDUCTION_PATIENCE", "5s")
-    nets.append(make_net("patient"))
+    nets.append(make("patient"))
     for proxy in (proxy for net in nets for proxy in net.proxies):
-        proxy.delay("both", 0.1)
+        proxy.set("both", delay_s=0.1)
     for net in nets:
         exact(begin(net.clients, 1))
     steps = [begin(net.clients, 2) for net in nets]
     for proxy in (proxy for net in nets for proxy in net.proxies):
-        proxy.blackhole("both")  # packets were lost, and those that TCP sent again as well
+        proxy.set("both", parted=True)  # packets were lost, and those that TCP sent again as well
     time.sleep(1.6)
     for proxy in (proxy for net in nets for proxy in net.proxies):
-        proxy.heal()
+        proxy.set("both", parted=False)
     usual, patient = steps
     exact(patient)
     exact(begin(nets[1].clients, 3))
@@ -141,7 +120,7 @@ def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(make_net, mon
 @BOTH_WAYS
 @pytest.mark.parametrize("nbytes", [0, 50, HEADER_BYTES, 100_000])
 def test_a_torn_frame_tears_no_sum(net, way, nbytes):
-    fired = net.proxies[1].cut(way, mid_frame=nbytes, after=chunk(way))
+    fired = net.proxies[1].shoot(way, "cut", nbytes, after=chunk(way))
     step = begin(net.clients, 1, 3 * COUNT)  # so that each of three streams carries as much
     exact_or_typed(step, within_s=3)
     assert fired.wait(20)
@@ -150,13 +129,13 @@ def test_a_torn_frame_tears_no_sum(net, way, nbytes):
 
 def test_a_cut_of_everything_in_the_middle_of_a_step(net, streams):
     for proxy in net.proxies:
-        proxy.throttle("both", 2_000_000)  # so that it is in the middle
+        proxy.set("both", bytes_per_s=2e6)  # so that it is in the middle
     step = begin(net.clients, 1)
     for proxy in net.proxies:
         proxy.cut()
         proxy.restore()
     exact_or_typed(step, within_s=3)
-    assert all(2 <= proxy.counts.cuts <= 2 * streams for proxy in net.proxies)
+    assert all(2 <= proxy.cuts <= 2 * streams for proxy in net.proxies)
     works_again(net.clients)
 
 
@@ -179,7 +158,7 @@ def test_a_cut_of_everything_in_the_middle_of_a_step(net, streams):
     ],
 )
 def test_a_flipped_bit_adds_nothing(net, way, offset, bit):
-    fired = net.proxies[0].flip(way, offset, bit, after=MORE_FRAME)
+    fired = net.proxies[0].shoot(way, "flip", offset, amount=bit, after=MORE_FRAME)
     exact_or_typed(begin(net.clients, 1), within_s=3)
     assert fired.wait(20)
     works_again_or_says_why_not(net.clients)
@@ -188,7 +167,7 @@ def test_a_flipped_bit_adds_nothing(net, way, offset, bit):
 @BOTH_WAYS
 @pytest.mark.parametrize("nbytes", [1, 10, 90])
 def test_bytes_of_a_header_that_come_twice_add_nothing(net, way, nbytes):
-    fired = net.proxies[0].duplicate(way, nbytes, after=chunk(way))
+    fired = net.proxies[0].shoot(way, "duplicate", nbytes, amount=nbytes, after=chunk(way))
     exact_or_typed(begin(net.clients, 1), within_s=3)
     assert fired.wait(20)
     works_again_or_says_why_not(net.clients)

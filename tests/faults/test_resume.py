@@ -6,13 +6,11 @@ import random
 import shutil
 import subprocess
 import time
-from contextlib import ExitStack
 
 import pytest
 
 from reducer.commands.keygen import keygen
 from tests.conftest import joined, local_pool
-from tests.faults.proxy import Proxy
 from tests.faults.steps import begin, exact, exact_or_typed
 
 CAN_BREAK = os.geteuid() == 0 and shutil.which("ss")
@@ -37,11 +35,11 @@ def break_all(servers, end):
     not CAN_BREAK, reason="needs root and `ss`, which break connections: make test-tools"
 )
 @pytest.mark.parametrize(
-    "pool", [(1, 1, False), (1, 1, True), (2, 3, False)], ids=["one", "with keys", "streams"]
+    "way_there", [(1, 1, False), (1, 1, True), (2, 3, False)], ids=["one", "with keys", "streams"]
 )
-def test_breaking_every_connection_costs_no_call(pool, tmp_path, monkeypatch, caplog):
+def test_breaking_every_connection_costs_no_call(way_there, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "worker_client.runtime.compiled_transport")
-    reducers, streams, keyed = pool
+    reducers, streams, keyed = way_there
     monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
     arguments = {}
     if keyed:
@@ -67,16 +65,10 @@ def test_breaking_every_connection_costs_no_call(pool, tmp_path, monkeypatch, ca
     assert len(resumed) == broken
 
 
-def test_whatever_a_proxy_loses_no_sum_is_wrong():
+def test_whatever_a_proxy_loses_no_sum_is_wrong(pool, make_net):
     rng = random.Random(1)
-    with ExitStack() as stack:
-        servers = stack.enter_context(local_pool(2))
-        proxies = [stack.enter_context(Proxy(server)) for server in servers]
-        addresses = [proxy.address for proxy in proxies]
-        clients = stack.enter_context(joined(2, servers=addresses, timeout="3s"))
-        exact(begin(clients, 0))
-        for number in range(1, 31):
-            for proxy in rng.choices(proxies, k=2):
-                way, at = rng.choice(["up", "down"]), rng.randrange(300_000)
-                proxy.cut(way, mid_frame=at)
-            exact_or_typed(begin(clients, number, rng.choice(SIZES)), 10.0)
+    clients, proxies = make_net(pool, timeout="3s")
+    for number in range(1, 31):
+        for proxy in rng.choices(proxies, k=2):
+            proxy.shoot(rng.choice(["up", "down"]), "cut", rng.randrange(300_000))
+        exact_or_typed(begin(clients, number, rng.choice(SIZES)), 10.0)

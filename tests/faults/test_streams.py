@@ -7,7 +7,6 @@ import pytest
 
 from reducer.errors import ConfigError
 from tests.conftest import joined, local_pool
-from tests.faults.proxy import Proxy
 from tests.faults.steps import begin, exact
 from tests.waits import eventually
 
@@ -17,34 +16,31 @@ ANSWERED = 200  # bytes down: greeting and READY are 139, and the answer to a ST
 
 def answered(proxy):
     """Return how many connections the reducer has let into their link."""
-    return sum(passed >= ANSWERED for passed in proxy.shares("down"))
+    return sum(passed >= ANSWERED for passed in proxy.passed("down"))
 
 
 @pytest.fixture
-def make_net(request, monkeypatch):
-    """Make jobs of two ranks, with four streams to each reducer through a proxy."""
+def make(make_net, monkeypatch):
+    """Make jobs of two ranks, with four streams to each reducer, of which so many come."""
     monkeypatch.setenv("REDUCTION_STREAMS", str(STREAMS))
-    with ExitStack() as stack:
 
-        def make(servers, came=STREAMS):
-            proxies = [stack.enter_context(Proxy(server)) for server in servers]
-            addresses, job = [proxy.address for proxy in proxies], request.node.name[:90]
-            clients = stack.enter_context(joined(2, servers=addresses, job=job, timeout="20s"))
-            eventually(lambda: all(answered(proxy) == 2 * came for proxy in proxies))
-            exact(begin(clients, 0))
-            return clients, proxies
+    def make(servers, came=STREAMS):
+        net = make_net(servers)
+        eventually(lambda: all(answered(proxy) == 2 * came for proxy in net.proxies))
+        exact(begin(net.clients, 0))
+        return net
 
-        yield make
+    return make
 
 
-def test_chunks_go_over_all_streams(pool, make_net):
-    clients, (proxy, _) = make_net(pool)
+def test_chunks_go_over_all_streams(pool, make):
+    clients, (proxy, _) = make(pool)
     ways = ("up", "down")
-    before = [proxy.shares(way) for way in ways]
-    proxy.throttle("both", 16e6)  # then a chunk goes where the least is on its way
+    before = [proxy.passed(way) for way in ways]
+    proxy.set("both", bytes_per_s=16e6)  # then a chunk goes where the least is on its way
     exact(begin(clients, 1, 4_000_000))
     for way, earlier in zip(ways, before, strict=True):
-        carried = [now - then for now, then in zip(proxy.shares(way), earlier, strict=True)]
+        carried = [now - then for now, then in zip(proxy.passed(way), earlier, strict=True)]
         assert len(carried) == 2 * STREAMS
         assert sum(carried) > 16e6, "half of 16 MB of each rank"
         assert min(carried) > 32e3, carried  # a chunk: kernels on both sides take some at once
@@ -52,39 +48,39 @@ def test_chunks_go_over_all_streams(pool, make_net):
 
 
 @pytest.mark.parametrize("count", [200_000, 4_000_000])
-def test_a_stream_that_is_lost_costs_no_step(pool, make_net, count):
-    clients, proxies = make_net(pool)
+def test_a_stream_that_is_lost_costs_no_step(pool, make, count):
+    clients, proxies = make(pool)
     step = begin(clients, 1, count)
-    proxies[0].cut_latest()  # a further stream: first connections came before
+    proxies[0].cut(latest=1)  # a further stream: first connections came before
     exact(step)
     exact(begin(clients, 2, count))
-    assert proxies[0].counts.cuts == 1
+    assert proxies[0].cuts == 1
     assert [client.counters.losses for client in clients] == [1, 1]
     # The link is made anew with all of its streams, at both ranks.
-    eventually(lambda: proxies[0].counts.connections == 4 * STREAMS)
-    assert proxies[1].counts.connections == 2 * STREAMS
+    eventually(lambda: proxies[0].connections == 4 * STREAMS)
+    assert proxies[1].connections == 2 * STREAMS
     exact(begin(clients, 3, count))
 
 
-def test_a_stream_belongs_to_its_member_for_as_long_as_that_is_here(make_net, monkeypatch):
+def test_a_stream_belongs_to_its_member_for_as_long_as_that_is_here(make, monkeypatch):
     monkeypatch.setenv("REDUCTION_HANDSHAKE_TIMEOUT", "500ms")
     with local_pool(1) as servers:
-        clients, (proxy,) = make_net(servers)
+        clients, (proxy,) = make(servers)
         time.sleep(1)  # strangers are gone by then
         exact(begin(clients, 1))
-        assert proxy.counts.connections == 2 * STREAMS
+        assert proxy.connections == 2 * STREAMS
         assert [client.counters.losses for client in clients] == [0, 0]
 
 
-def test_a_reducer_that_has_none_is_used_with_one(make_net):
+def test_a_reducer_that_has_none_is_used_with_one(make):
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("REDUCTION_IMPL", "plain")
             servers = stack.enter_context(local_pool(1))
-        clients, (proxy,) = make_net(servers, came=1)
+        clients, (proxy,) = make(servers, came=1)
         for number in range(1, 4):
             exact(begin(clients, number))
-        assert proxy.counts.connections == 2
+        assert proxy.connections == 2
 
 
 def test_a_plain_worker_says_that_it_has_none(pool, monkeypatch):

@@ -2,29 +2,31 @@
 
 import pytest
 
-from tests.memberships.mutations import MUTATIONS, broken
+from tests.memberships.mutations import MUTATIONS
 from tests.memberships.training import Training
+from tests.sim.rules import check, check_notices
 
 
 @pytest.mark.parametrize("seeds", [range(12)])
 def test_all_that_are_left_have_the_same_results(seeds):
-    for seed in seeds:
-        Training(seed).run()
+    check(Training, seeds)
 
 
 @pytest.mark.extended("test_all_that_are_left_have_the_same_results")
 @pytest.mark.parametrize("first", range(12, 612, 60))
 def test_in_many_more_trainings_as_well(first):
-    for seed in range(first, first + 60):
-        Training(seed).run()
+    check(Training, range(first, first + 60))
 
 
-@pytest.mark.extended("test_all_that_are_left_have_the_same_results")
+def test_a_seed_replays():
+    one, other = Training(3), Training(3)
+    one.run()
+    other.run()
+    assert one.results == other.results
+    assert one.clock.now == other.clock.now
+
+
+@pytest.mark.extended_cases("newcomers-met-at-once")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_noticed(name):
-    def train():
-        for seed in range(200):
-            Training(seed).run(most_s=3.0)
-
-    with broken(name), pytest.raises(AssertionError):
-        train()
+    check_notices(Training, MUTATIONS, name)

@@ -1,16 +1,18 @@
 """Ranks that all-reduce in memory while others are killed and join, and what they have got."""
 
-import threading
-import time
+import random
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 
 from reducer.errors import ReductionError
 from reducer.wire.constants import DType, ReduceOp
-from tests.memberships.jobs import Member, World
-from worker_client.communicators.elastic import ElasticCommunicator
+from tests.memberships.jobs import Job, Member
+from tests.sim.clock import Clock
+from tests.sim.threads import Threads
+from worker_client import work
+from worker_client.communicators import elastic
 from worker_client.communicators.membership import Membership
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
@@ -18,7 +20,8 @@ from worker_client.protocol.spec import JobSpec
 STEPS = 40
 IN_FLIGHT = 3  # all-reduces of one step
 ADMIT_EVERY = 3  # steps
-MOST_S = 20.0  # for a training: one takes less than a second
+DELAY_S = 0.004
+MOST_S = 3.0  # for a training: one takes 0.4 s
 
 
 class KilledError(Exception):
@@ -29,15 +32,20 @@ class Training:
     """One training, as the seed has it.
 
     Attributes:
+        clock, threads, jobs: of all ranks.
         results: by step and place in it, what each rank has got: who contributed, and their sum.
         errors: of ranks that were not killed.
+        outcome: how many ranks were killed and have joined.
     """
 
     def __init__(self, seed):
-        self.world = World(seed)
+        self.clock = Clock()
+        self._chance = chance = random.Random(seed)
+        self.threads = Threads(self.clock, chance)
+        self.jobs = defaultdict(Job)
         self.results = defaultdict(dict)
         self.errors = []
-        chance = self.world.random
+        self.outcome = Counter()
         self._size = chance.randint(3, 5)
         self._joins = sorted(chance.sample(range(0, STEPS, ADMIT_EVERY), chance.randint(0, 3)))
         # A majority of the first ranks stays. Some are killed while others join.
@@ -45,65 +53,56 @@ class Training:
         self._kills = [chance.choice(moments) for _ in range((self._size - 1) // 2)]
         self._ranks = []
         self._wanted = 0
-        self._lock = threading.RLock()
 
-    def run(self, most_s=MOST_S):
+    def run(self):
         """Run it until all ranks that were not killed have made all steps.
-
-        Args:
-            most_s: that it may take.
 
         Raises:
             AssertionError: they do not, or the results are wrong.
         """
-        for rank in range(self._size):
-            membership = Membership.whole(spec_of(rank, self._size))
-            self._ranks.append(Rank(self, membership, joins=False))
-        for one in list(self._ranks):
-            one.start()
-        try:
-            self._await_ends(time.monotonic() + most_s)
+        with self.threads.used_by(elastic, work):
+            for rank in range(self._size):
+                self._start(Membership.whole(spec_of(rank, self._size)), joins=False)
+            self.clock.run(MOST_S, lambda: not self._at_work())
+            assert not self._at_work(), "ranks are not done"
             self._check()
-        finally:
-            for one in list(self._ranks):
-                one.kill()
-            self.world.stop()
 
-    def _await_ends(self, until):
+    def _start(self, membership, *, joins):
+        rank = Rank(self, membership, joins=joins)
+        self._ranks.append(rank)
+        rank.thread.start()
+
+    def _at_work(self):
         # A rank that nobody has let in, because others were lost, would wait for another chance.
-        while alive := [one.number for one in list(self._ranks) if one.is_alive() and one.is_in]:
-            assert time.monotonic() < until, f"ranks {alive} are not done: {self.where()}"
-            time.sleep(0.002)
+        return any(rank.is_in and not rank.thread.ended for rank in self._ranks)
 
-    def where(self):
+    def later(self, action):
+        """Have something happen within `DELAY_S`, mostly at once."""
+        self.clock.after(DELAY_S * self._chance.random() ** 3, action)
+
+    def describe(self):
         """Say how far each rank is."""
-        return ", ".join(f"{rank.number}: {rank.where}" for rank in self._ranks)
+        return [f"rank {rank.number}: {rank.where}" for rank in self._ranks]
 
     def begins(self, step):
         """Kill whom the seed wants killed when a rank is in this step, and want who is to join."""
-        with self._lock:
-            chance = self.world.random
-            for at in [at for at in self._kills if at <= step]:
-                self._kills.remove(at)
-                victims = [one for one in self._ranks if one.is_in and not one.killed]
-                victim = chance.choice(victims)
-                self.world.later(victim.kill)
-            while self._joins and self._joins[0] <= step:
-                self._joins.pop(0)
-                self._wanted += 1
+        for at in [at for at in self._kills if at <= step]:
+            self._kills.remove(at)
+            victims = [one for one in self._ranks if one.is_in and not one.killed]
+            self.later(self._chance.choice(victims).kill)
+            self.outcome["killed"] += 1
+        while self._joins and self._joins[0] <= step:
+            self._joins.pop(0)
+            self._wanted += 1
 
     def lets_in(self, rank):
         """Return how many ranks are ready to join, if it is this rank that lets them in."""
-        elastic = rank.elastic
-        if not self._wanted or elastic.present[0] != rank.number:
+        job = rank.elastic
+        if not self._wanted or job.present[0] != rank.number:
             return 0
-        with self._lock:
-            self._wanted -= 1
-            base = spec_of(elastic.world_size, elastic.world_size + 1)
-            membership = Membership.whole(base).without(elastic.lost, ())
-            newcomer = Rank(self, membership, joins=True)
-            self._ranks.append(newcomer)
-        newcomer.start()
+        self._wanted -= 1
+        base = spec_of(job.world_size, job.world_size + 1)
+        self._start(Membership.whole(base).without(job.lost, ()), joins=True)
         return 1
 
     def _check(self):
@@ -122,31 +121,35 @@ class Training:
         assert survivors <= set(last), f"{survivors} are left, and {set(last)} have ended"
 
 
-class Rank(threading.Thread):
+class Rank:
     """One rank's process."""
 
     def __init__(self, training, membership, *, joins):
-        super().__init__(daemon=True)
         self.number = membership.all.rank
         self.killed = False
         self.is_in = not joins
         self.where = "before its first step"
+        self.thread = training.threads.threading.Thread(target=self._run)
         self._training = training
         self._joins = joins
+        self._members = []
 
         def enter(spec, left):
-            return Member(training.world, id(self), spec, left)
+            self._members.append(Member(training, spec, left))
+            return self._members[-1]
 
-        self.elastic = ElasticCommunicator(
+        self.elastic = elastic.ElasticCommunicator(
             membership, enter, lambda: None, timeout_s=60.0, connect_timeout_s=10.0, joins=joins
         )
 
     def kill(self):
+        """Be gone, now: nothing of what this process does has an effect any more."""
         self.killed, self.is_in = True, False
-        self._training.world.kill(id(self))
+        for member in self._members:
+            member.gone()
         self.elastic._closing = True  # its threads look at this, and end
 
-    def run(self):
+    def _run(self):
         try:
             self._train()
         except KilledError:
@@ -156,13 +159,14 @@ class Rank(threading.Thread):
                 self._training.errors.append(f"rank {self.number}, {self.where}: {error!r}")
 
     def _train(self):
-        elastic, step = self.elastic, 0
+        step = 0
         if self._joins:
             self.where = "joining"
-            elastic.arrive()
-            self._await(lambda: elastic.await_members(timeout_s=0.01))
-            elastic.admit(0, 60.0)
+            self.elastic.arrive()
+            self.elastic.await_members()
+            self.elastic.admit(0, 60.0)
             self.is_in = True
+            self._training.outcome["joined"] += 1
             step = self._agree_on(0)
         while step < STEPS:
             self.where = f"step {step}"
@@ -208,10 +212,9 @@ class Rank(threading.Thread):
         return data, ended
 
     def _await(self, done):
-        while not done():
-            if self.killed:
-                raise KilledError
-            time.sleep(0.0005)
+        self._training.threads.wait(lambda: done() or self.killed)
+        if self.killed:
+            raise KilledError
 
 
 def value(rank, step, place):

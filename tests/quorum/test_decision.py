@@ -4,8 +4,9 @@ import math
 
 import pytest
 
-from tests.quorum.mutations import MUTATIONS, broken, run
+from tests.quorum.mutations import MUTATIONS
 from tests.quorum.world import World
+from tests.sim.rules import check, check_notices
 from worker_client.outer.quorum import (
     Arrival,
     Attempt,
@@ -30,24 +31,19 @@ def participant(rank, steps=0, known=0.0, **more):
 
 @pytest.mark.parametrize("first", [0])
 def test_all_ranks_have_the_same_outer_steps(first):
-    for seed in range(first, first + BATCH):
-        World(seed).run()
+    check(World, range(first, first + BATCH))
 
 
 @pytest.mark.extended("test_all_ranks_have_the_same_outer_steps")
 @pytest.mark.parametrize("first", range(BATCH, 1000, BATCH))
 def test_in_many_more_trainings_as_well(first):
-    for seed in range(first, first + BATCH):
-        World(seed).run()
+    check(World, range(first, first + BATCH))
 
 
 @pytest.mark.extended_cases("void-attempt-goes-on", "late-rank-stays")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_rule_is_noticed(name):
-    seed = MUTATIONS[name].seed
-    assert not run(World(seed))
-    with broken(name):
-        assert run(World(seed)), "find another seed: python -m tests.quorum --mutations"
+    check_notices(World, MUTATIONS, name)
 
 
 def test_a_register_is_the_text_that_it_was_made_of():

@@ -7,9 +7,9 @@ What must hold is checked with every all-reduce that ends, and when all is over.
 
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from reducer.wire.constants import PLACES, RESUME_S, DType, MessageType, ReduceO
 from reducer.wire.header import Header
 from reducer.wire.layout import mixed_weights
 from reducer.wire.states import LinkState
-from tests.engine.twins import Served, session
+from tests.engine.twins import IMPLEMENTATIONS, Served, session
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
 from worker_client.protocol import agreement, flow_control
@@ -383,7 +383,7 @@ class Worker(Process):
         line.fresh = None
         fresh.close(0)
         if header.type is MessageType.RESUME:
-            self.world.outcome.resumed += 1
+            self.world.outcome["resumed"] += 1
             line.send_again(0, header.offset)
             return
         waits = all(one.open[1] for one in self.links[line.link])
@@ -437,7 +437,7 @@ class Worker(Process):
         line, header = lines[0], Header.unpack(send.header)
         if len(lines) > 1 and header.type is MessageType.CONTRIBUTION:
             line = self.world.rng.choice([one for one in lines if one.carries])
-        self.world.outcome.asked += header.type is MessageType.CREDIT
+        self.world.outcome["asked"] += header.type is MessageType.CREDIT
         line.send(0, Message(send.header, send.payload))
 
     def _tick(self):
@@ -515,7 +515,7 @@ class Group:
             if call.operation is None:
                 continue
             if error is None:
-                self._world.outcome.fallbacks += 1
+                self._world.outcome["fallbacks"] += 1
                 call.operation.view[:] = right
             worker.do(partial(worker.finish, Finish(call.operation, error)))
 
@@ -600,36 +600,6 @@ class Faults:
     rolling: bool = False  # each is restarted in its turn, or all, when those before are back
 
 
-@dataclass
-class Outcome:
-    """What a run has shown."""
-
-    calls: int = 0
-    failed: int = 0
-    rolling: int = 0  # worlds with rolling restarts
-    odd: int = 0
-    events: int = 0
-    losses: int = 0
-    moved: int = 0
-    claimed: int = 0
-    supplied: int = 0
-    duplicates: int = 0
-    fallbacks: int = 0
-    resumed: int = 0
-    asked: int = 0
-    longest_s: float = 0.0
-    kinds: dict[str, int] = field(default_factory=dict)
-
-    def add(self, other):
-        """Add up what several runs have shown."""
-        for name, value in vars(other).items():
-            if isinstance(value, int):
-                setattr(self, name, getattr(self, name) + value)
-        self.longest_s = max(self.longest_s, other.longest_s)
-        for kind, count in other.kinds.items():
-            self.kinds[kind] = self.kinds.get(kind, 0) + count
-
-
 @contextmanager
 def small_windows():
     """Have flow control's sizes be as small as the buffers here: a chunk counts as 1 KiB."""
@@ -644,14 +614,18 @@ class World:
 
     Args:
         seed: decides everything.
-        implementation: of rounds, slots and flights.
+        implementation: of rounds, slots and flights; every other seed has the other one.
+
+    Attributes:
+        outcome: what has happened, and how often.
+        trace: the story of it.
     """
 
-    def __init__(self, seed, implementation):
+    def __init__(self, seed, implementation=None):
         self.rng = rng = random.Random(seed)
-        self.implementation = implementation
+        self.implementation = implementation or IMPLEMENTATIONS[seed % len(IMPLEMENTATIONS)]
         self.clock = Clock()
-        self.outcome = Outcome()
+        self.outcome = Counter()
         self.trace = []
         self.faults = _choose_faults(rng)
         # Not from `rng`: all other worlds are what they were.
@@ -819,11 +793,10 @@ class World:
     def ended(self, worker, number, finishes):
         """Check how a call ended at a rank, whose caller then writes to its buffers at once."""
         took = self.clock.now - max(self.joined_at, self._began[worker.rank, number])
-        self.outcome.calls += 1
+        self.outcome["calls"] += 1
         finishes.sort(key=lambda finish: finish.operation.sequence)
         error = next((finish.error for finish in finishes if finish.error is not None), None)
         if error is None:
-            self.outcome.longest_s = max(self.outcome.longest_s, took)
             got = b"".join(bytes(finish.operation.view) for finish in finishes)
             assert number not in self.odd, f"rank {worker.rank}: no error of call {number}"
             assert got == self.expected(number), f"rank {worker.rank}: wrong result of {number}"
@@ -836,9 +809,9 @@ class World:
 
     def _check_error(self, worker, number, error):
         if self._may_disagree(number) and isinstance(error, MismatchError):
-            self.outcome.odd += 1
+            self.outcome["odd"] += 1
             return
-        self.outcome.failed += 1
+        self.outcome["failed"] += 1
         self.note(f"rank {worker.rank}: call {number} failed: {error!r}")
         where = f"rank {worker.rank}, call {number}: {error!r}"
         just_now = self.faults.rolling and self.clock.now < self.all_died_at + MEET_S
@@ -883,8 +856,8 @@ class World:
         """Restart one reducer after the other, or all at once, when what died before is back."""
         if self._over():
             return
-        self.outcome.events += 1
-        self.outcome.kinds["restart"] = self.outcome.kinds.get("restart", 0) + 1
+        self.outcome["events"] += 1
+        self.outcome["restart"] += 1
         all_at_once = self.rng.random() < 0.3
         pool = self.reducers[: self.pool]
         for reducer in pool if all_at_once else [pool[turn % self.pool]]:
@@ -899,8 +872,8 @@ class World:
         if self._over():
             return
         kind = self.rng.choice(self.faults.kinds)
-        self.outcome.events += 1
-        self.outcome.kinds[kind] = self.outcome.kinds.get(kind, 0) + 1
+        self.outcome["events"] += 1
+        self.outcome[kind] += 1
         getattr(self, f"_{kind}")()
         wait = self.rng.expovariate(1 / self.faults.every_s)
         self.clock.after(wait, self._something_happens)
@@ -990,7 +963,7 @@ class World:
     @small_windows()
     def run(self):
         """Let everything happen, check it, and return what was shown."""
-        self.outcome.rolling = int(self.faults.rolling)
+        self.outcome["rolling"] += self.faults.rolling
         self._compare_maps()
         for worker in self.workers:
             self._begin(worker)
@@ -1075,12 +1048,12 @@ class World:
             assert worker.session.active == 0
             kept = flight.kept_bytes
             assert not self.faults.spare or kept <= 64, "results are kept that every rank has"
-            self.outcome.losses += failover.losses
-            self.outcome.moved += failover.moved
-            self.outcome.claimed += failover.claimed
-            self.outcome.supplied += failover.supplied
+            self.outcome["losses"] += failover.losses
+            self.outcome["moved"] += failover.moved
+            self.outcome["claimed"] += failover.claimed
+            self.outcome["supplied"] += failover.supplied
         for reducer, lane in self._all_lanes():
-            self.outcome.duplicates += lane.engine.counters.duplicates
+            self.outcome["duplicates"] += lane.engine.counters.duplicates
             assert not reducer.alive or lane.engine.held() == 0, "contributions are left over"
         for worker in self.workers:
             if worker.alive:
@@ -1097,8 +1070,8 @@ class World:
         self.clock.run(self.clock.now + 5.0 + BUSY_S * self.late, lambda: False)
 
     def describe(self):
-        """Say where every rank and reducer is."""
-        lines = []
+        """Tell what has happened, and where every rank and reducer is."""
+        lines = list(self.trace)
         for worker in self.workers:
             session = worker.session
             shards = session.failover.map
