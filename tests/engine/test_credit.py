@@ -5,8 +5,8 @@ import pytest
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.wire.constants import Feature
 from reducer.wire.header import Header
-from reducer.wire.messages import Welcome, decode, encode
-from tests.engine.driven import Driven, M, operation, sent
+from reducer.wire.messages import Welcome, decode
+from tests.engine.driven import Driven, M, join, operation, sent
 from tests.engine.words import WINDOW, Reducer, kinds
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -97,15 +97,12 @@ def test_a_reducer_announces_only_what_the_worker_has(implementation):
 def far(implementation):
     """Makes rank 0 of 2, with a reducer that is so far away and has allowed 16 MiB."""
 
-    def join(round_trip_s=ROUND_TRIP_S, features=Feature.CREDIT, window=0):
+    def begin(round_trip_s=ROUND_TRIP_S, features=Feature.CREDIT, window=0):
         session = Driven(implementation, 0, 2, ("a:1",), window)
-        (hello,) = session.session.connected(0, round_trip_s)
-        welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window)
-        body = Welcome(incarnation="1", features=features)
-        session.receive(0, welcome.pack(), encode(body))
+        join(session, 0, round_trip_s=round_trip_s, features=features)
         return session
 
-    return join
+    return begin
 
 
 class Journey:

@@ -190,7 +190,7 @@ Refusals are forgotten with time
     dropped
 
 A rank of a job that does not read is dropped
-    drop 1 -> 1 CapacityError
+    stop_reading 1 -> 1 CapacityError
     0 CONTRIBUTION -> 0 RankLostError rank=1
 
 Ranks that go on without a result get their window back

@@ -12,6 +12,7 @@ from reducer.wire import authentication
 from reducer.wire.constants import MAX_STREAMS, Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
+from tests.engine import driven
 from tests.engine.driven import Driven, joined
 from tests.engine.transcripts import transcripts
 from tests.engine.words import WINDOW, M, Reducer, kinds, lost_rank, number, told
@@ -273,10 +274,7 @@ def test_a_link_has_no_more_streams_than_numbers(two):
 
 
 def added(session, round_trip_s, ticket):
-    (hello,) = session.session.connected(0, round_trip_s)
-    welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window).pack()
-    body = encode(Welcome(incarnation="1", ticket=ticket))
-    actions = session.receive(0, welcome, body)
+    actions = driven.join(session, 0, round_trip_s=round_trip_s, ticket=ticket)
     return [action for action in actions if isinstance(action, AddStreams)]
 
 

@@ -11,8 +11,8 @@ A transcript is a title and, indented, its lines, which longer indented ones con
 
 To the left of an arrow one or several ranks say something, each over the connection that is called
 like it or stands behind an `@`: the type of the message, a sequence number (or a range of them),
-and fields that differ from those of `words.Reducer`. Or something else happens (`Play`, do_...), or
-is so (`STATES`). To the right is who gets what; without an arrow nobody gets anything. Of an answer
+and fields that differ from those of `words.Reducer`. Or something else happens (`EVENTS`), or is
+so (`STATES`). To the right is who gets what; without an arrow nobody gets anything. Of an answer
 the named fields are compared, of an error's text the part that it `says`; `ticket=?it` keeps one
 for later lines. A line like `each goes: lose 1 | 1 GOODBYE` makes a transcript of each way, which
 is put where `$goes` stands; with several names each way has a word for each.
@@ -24,7 +24,8 @@ from types import SimpleNamespace
 import pytest
 
 from reducer import errors
-from reducer.engine import allow_list, engine
+from reducer.engine import engine
+from reducer.engine.allow_list import LOCAL, AllowList
 from reducer.engine.limits import Limits
 from reducer.errors import CapacityError
 from reducer.wire import constants, layout, messages
@@ -40,7 +41,7 @@ OF_HEADER = set(Header._fields) - {"rank"}
 KNOWN = (constants, messages, layout, engine, words)
 NAMES = {name: value for one in KNOWN for name, value in vars(one).items() if name.isupper()}
 NAMES |= {"DType": DType, "Feature": Feature, "ReduceOp": ReduceOp, "number": words.number}
-NAMES |= {"BOTH": Feature.CREDIT | Feature.STREAMS, "LOCAL": allow_list.LOCAL}
+NAMES |= {"BOTH": Feature.CREDIT | Feature.STREAMS, "LOCAL": LOCAL}
 NAMES |= {"JOB": fingerprint("job"), "MOST": (1 << 64) - 1, "RESULT": bytes(range(64))}
 
 # What is so, as words; a line names all of them, or those of the counters that it is about.
@@ -67,6 +68,27 @@ STATES = {
     ],
     "taken": lambda reducer, words: [reducer.served.taken if reducer.compiled else words[0]],
 }
+
+
+# What else may happen.
+EVENTS = {
+    "allow": lambda reducer, *listed: reducer.engine.allow(AllowList(jobs_of_keys(listed))),
+    "close": lambda reducer: reducer.engine.close(),
+    "drain": lambda reducer: reducer.engine.drain(),
+    "lose": lambda reducer, *peers: to_each(reducer.lose, peers),
+    "stop_reading": lambda reducer, peer: reducer.engine.drop(peer.encode(), UNREAD),
+    "unreachable": lambda reducer, *peers: to_each(reducer.engine.unreachable, peers),
+}
+UNREAD = CapacityError("reads nothing", limit="window")
+
+
+def to_each(act, peers):
+    return [send for peer in peers for send in act(peer.encode())]
+
+
+def jobs_of_keys(listed):
+    """What an allow-list says: keys, each for a job."""
+    return {key: frozenset({job}) for key, job in (each.split("=") for each in listed)}
 
 
 def transcripts(text, first=""):
@@ -145,7 +167,7 @@ class Play:
 
     def run(self, lines):
         if lines[0][0] not in {"ranks", "new"}:
-            self.do_ranks("2")
+            self.begin("ranks", ["2"])
         for line in lines:
             left, *right = split(line, "->")
             sends = self.happen(*left) or []
@@ -161,9 +183,16 @@ class Play:
             said = [str(self.value(token)) for token in others]
             assert list(map(str, found)) == said, f"{event}: {found}, not {said}"
             return []
-        at = next((at for at, token in enumerate(tokens) if token in M.__members__), None)
-        if at is None:
-            return getattr(self, f"do_{event}")(*others)
+        if event in {"new", "ranks"}:
+            return self.begin(event, others)
+        if event in EVENTS:
+            return EVENTS[event](self.reducer, *others)
+        if event in {"later", "time"}:  # so much time passes, or it is now so late
+            self.reducer.now = self.value(others[0]) + (event == "later") * self.reducer.now
+            return self.reducer.tick()
+        if event == "pings":  # the same; PINGs are said, too
+            return self.reducer.engine.tick(self.value(others[0]))
+        at = next(at for at, token in enumerate(tokens) if token in M.__members__)
         given, fields = self.arguments(tokens[at + 1 :])
         first = None if not given or isinstance(given[0], str) else given.pop(0)
         sequences = first if isinstance(first, range) else [first]
@@ -243,63 +272,12 @@ class Play:
             self.names[text[1:]] = found
         return text.startswith("?") or found == self.value(text)
 
-    # -- what else may happen -------------------------------------------------------------------
-
-    def do_new(self, *tokens):
-        """There is a reducer that nobody has joined."""
-        fields, limits = self.settings(tokens)
-        self.reducer = Reducer(self.implementation, limits=limits, **fields)
-
-    def do_ranks(self, count, *tokens):
-        """So many ranks have joined a job."""
-        fields, limits = self.settings(tokens)
-        self.reducer = with_ranks(self.implementation, int(count), limits, **fields)
-
-    def settings(self, tokens):
-        """Split them from limits."""
-        _, fields = self.arguments(tokens)
-        limits = {name: fields.pop(name) for name in Limits._fields if name in fields}
-        return fields, Limits(**limits)
-
-    def do_allow(self, *tokens):
-        """These keys, each for a job, are on the list from now on."""
-        named = dict(token.split("=") for token in tokens)
-        allowed = {key: frozenset({job}) for key, job in named.items()}
-        return self.reducer.engine.allow(allow_list.AllowList(allowed))
-
-    def do_lose(self, *peers):
-        """Peers go, and do not come back in time."""
-        return [send for peer in peers for send in self.reducer.lose(peer.encode())]
-
-    def do_unreachable(self, *peers):
-        """Connections break."""
-        return [send for peer in peers for send in self.reducer.engine.unreachable(peer.encode())]
-
-    def do_time(self, now):
-        """It is now so late; PINGs are left out."""
-        self.reducer.now = self.value(now)
-        return self.reducer.tick()
-
-    def do_later(self, seconds):
-        """So much time passes; PINGs are left out."""
-        return self.do_time(f"{self.reducer.now}+{seconds}")
-
-    def do_pings(self, now):
-        """It is now so late."""
-        return self.reducer.engine.tick(self.value(now))
-
-    def do_drain(self):
-        """The reducer is to shut down."""
-        return self.reducer.engine.drain()
-
-    def do_close(self):
-        """It waits for nobody any longer."""
-        return self.reducer.engine.close()
-
-    def do_drop(self, peer):
-        """A peer does not read."""
-        unread = CapacityError("reads nothing", limit="window")
-        return self.reducer.engine.drop(peer.encode(), unread)
+    def begin(self, event, tokens):
+        """There is a reducer: a new one, or one that so many ranks of a job have joined."""
+        given, fields = self.arguments(tokens)
+        limits = Limits(**{name: fields.pop(name) for name in Limits._fields if name in fields})
+        make = Reducer if event == "new" else with_ranks
+        self.reducer = make(self.implementation, *given, limits=limits, **fields)
 
 
 def reason(name, **fields):
