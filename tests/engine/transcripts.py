@@ -41,6 +41,7 @@ OF_HEADER = set(Header._fields) - {"rank"}
 KNOWN = (constants, messages, layout, engine, words)
 NAMES = {name: value for one in KNOWN for name, value in vars(one).items() if name.isupper()}
 NAMES |= {"DType": DType, "Feature": Feature, "ReduceOp": ReduceOp, "number": words.number}
+NAMES |= {"bytes": bytes, "range": range}
 NAMES |= {"BOTH": Feature.CREDIT | Feature.STREAMS, "LOCAL": LOCAL}
 NAMES |= {"JOB": fingerprint("job"), "MOST": (1 << 64) - 1, "RESULT": bytes(range(64))}
 
@@ -54,13 +55,16 @@ STATES = {
     "given_up": lambda reducer, _: [len(job.given_up) for job in reducer.engine.jobs],
     "healthy": lambda reducer, _: [job.healthy for job in reducer.engine.jobs],
     "held": lambda reducer, _: [reducer.engine.held()],
-    "jobs": lambda reducer, _: [f"{job.name}={len(job.members)}" for job in reducer.engine.jobs],
+    "jobs": lambda reducer, _: sorted(
+        f"{job.name}={len(job.members)}" for job in reducer.engine.jobs
+    ),
     "open": lambda reducer, _: [
         sequence
         for job in reducer.engine.jobs
         for sequence in job.rounds
         if job.rounds.get(sequence).open
     ],
+    "reserved": lambda reducer, _: [reducer.engine.reserved()],
     "rounds": lambda reducer, _: sorted(reducer.rounds()),
     "streams": lambda reducer, words: [
         words[0],
@@ -238,7 +242,7 @@ class Play:
     def value(self, text):
         """What an expression stands for, or the text itself."""
         try:
-            return eval(text, {}, self.names)  # noqa: S307
+            return eval(text, {"__builtins__": {}}, self.names)  # noqa: S307
         except (NameError, SyntaxError):
             return text
 
