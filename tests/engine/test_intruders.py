@@ -209,14 +209,16 @@ Watermarks that leap cost no more than others
     rounds 1+(1<<60)
 
 What is too much is refused by name
-    each name, limit, much, of, with: MAX_JOBS max_jobs 1 job another
-        | MAX_RANKS max_ranks 2 world_size 3 | MEMORY_LIMIT memory_limit 1<<30 world_size 1<<16
-        | MAX_CHUNK_BYTES max_chunk_bytes 1<<20 chunk_bytes 2<<20
-        | JOB_MEMORY_LIMIT job_memory_limit 4<<20 window 1<<20
-        | MEMORY_LIMIT memory_limit 1<<30 window (1<<64)-1
+    each name, limit, much, of, with, generation:
+        MAX_JOBS max_jobs 1 job another 0
+        | MAX_RANKS max_ranks 2 world_size 3 1
+        | MEMORY_LIMIT memory_limit 1<<30 world_size 1<<16 1
+        | MAX_CHUNK_BYTES max_chunk_bytes 1<<20 chunk_bytes 2<<20 1
+        | JOB_MEMORY_LIMIT job_memory_limit 4<<20 window 1<<20 0
+        | MEMORY_LIMIT memory_limit 1<<30 window (1<<64)-1 0
     new $limit=$much
     0 HELLO -> 0 WELCOME
-    1 HELLO $of=$with generation=1 -> 1 CapacityError limit=$limit says=REDUCTION_$name
+    1 HELLO $of=$with generation=$generation -> 1 CapacityError limit=$limit says=REDUCTION_$name
     counters over_limit=1
     1@new HELLO -> new WELCOME
 """)
