@@ -32,11 +32,11 @@ class Driven:
         return self.flight.stats(index).in_flight
 
 
-def join(session, index, incarnation="1"):
-    (hello,) = session.connected(index)
-    window = Header.unpack(hello.header).window
-    welcome = Header(M.WELCOME, window=window).pack()
-    return session.receive(index, welcome, encode(Welcome(incarnation=incarnation)))
+def join(session, index, incarnation="1", round_trip_s=0.0, **said):
+    """Have a reducer welcome a session."""
+    (hello,) = session.session.connected(index, round_trip_s)
+    welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window).pack()
+    return session.receive(index, welcome, encode(Welcome(incarnation=incarnation, **said)))
 
 
 def joined(implementation, *given, incarnation="1", **others):

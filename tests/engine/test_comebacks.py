@@ -1,98 +1,73 @@
 """Ranks that leave in the middle of a round, and come back or come late."""
 
-import pytest
+from tests.engine.transcripts import transcripts
 
-from reducer.engine.engine import AWAY_S
-from reducer.errors import MismatchError, RankLostError, ReducerLostError
-from reducer.wire.constants import ReduceOp
-from reducer.wire.messages import encode_error
-from tests.engine.words import M, Reducer, kinds, told, two_chunks, with_ranks
+test_rules = transcripts("""
+Contributions of two lives are not mixed
+    1 CONTRIBUTION total_bytes=128
+    unreachable 1                               # nobody waits for it yet
+    1 HELLO -> 1 WELCOME
+    held 0
+    1 CONTRIBUTION total_bytes=128 offset=64 -> 1 RankLostError
+    0 CONTRIBUTION total_bytes=128 -> 0 RankLostError rank=1
+    held 0
 
+A rank that comes back to a round that is done is told
+    1 CONTRIBUTION
+    0 CONTRIBUTION -> 0 1 RESULT
+    unreachable 1
+    1 HELLO -> 1 WELCOME
+    1 CONTRIBUTION -> 0 1 RankLostError rank=1
 
-def test_contributions_of_two_lives_are_not_mixed(reducer):
-    two_chunks(reducer, 1, 0)
-    assert reducer.engine.unreachable(b"1") == []  # nobody waits for it yet
-    assert kinds(reducer.hello(1)) == [M.WELCOME]
-    assert reducer.engine.held() == 0
-    errors = told(two_chunks(reducer, 1, 0, 64))
-    assert isinstance(errors[b"1"], RankLostError)
-    errors = told(two_chunks(reducer, 0, 0))
-    assert errors[b"0"].rank == 1
-    assert reducer.engine.held() == 0
+A rank that comes back is told of a failure again
+    1 ABORT 0 RankLostError rank=7 -> 1 RankLostError
+    unreachable 1
+    1 HELLO -> 1 WELCOME
+    1 CONTRIBUTION -> 1 RankLostError rank=7
 
-
-def test_a_rank_that_comes_back_to_a_round_that_is_done_is_told(reducer):
-    reducer.contribute(1)
-    reducer.contribute(0)
-    reducer.engine.unreachable(b"1")
-    reducer.hello(1)
-    errors = told(reducer.contribute(1))
-    assert errors[b"1"].rank == 1
-
-
-def test_a_rank_that_comes_back_is_told_of_a_failure_again(reducer):
-    body = encode_error(RankLostError("gone", rank=7))
-    assert told(reducer.say(1, M.ABORT, 0, body)).keys() == {b"1"}
-    reducer.engine.unreachable(b"1")
-    reducer.hello(1)
-    assert told(reducer.contribute(1))[b"1"].rank == 7
-
-
-@pytest.mark.parametrize("watermark", [0, 1])
-def test_who_waits_for_a_rank_that_came_back_without_its_rounds_is_told_when_it_goes_for_good(
-    reducer, watermark
-):
-    two_chunks(reducer, 0, 0)
-    assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2  # one chunk is done
-    reducer.engine.unreachable(b"1")
-    reducer.hello(1, watermark=watermark)
+Who waits for a rank that came back without its rounds is told when it goes for good
+    each watermark: 0 | 1
+    0 CONTRIBUTION total_bytes=128
+    1 CONTRIBUTION total_bytes=128 -> 0 1 RESULT # one chunk is done
+    unreachable 1
+    1 HELLO watermark=$watermark -> 1 WELCOME
     # It lives, and has told the others to leave this reducer: they need not fail.
-    assert told(two_chunks(reducer, 0, 64)) == {}
-    reducer.engine.tick(5.0)
-    assert reducer.engine.unreachable(b"1") == []
-    errors = told(reducer.engine.tick(5.0 + AWAY_S))
-    assert errors[b"0"].rank == 1
+    0 CONTRIBUTION total_bytes=128 offset=64
+    time 5.0
+    unreachable 1
+    time 5.0+AWAY_S -> 0 RankLostError rank=1
 
+What a rank gave before it came back is dropped
+    ranks 3
+    0 1 CONTRIBUTION
+    unreachable 1                               # rank 2 may still complete it
+    1 HELLO world_size=3 -> 1 WELCOME           # it tells the others, or has
+    held 1024                                   # of rank 0
+    1 CONTRIBUTION -> 0 1 RankLostError rank=1
+    held 0
 
-def test_what_a_rank_gave_before_it_came_back_is_dropped(implementation):
-    reducer = with_ranks(implementation, 3)
-    reducer.contribute_both()
-    assert reducer.engine.unreachable(b"1") == []  # rank 2 may still complete it
-    assert kinds(reducer.hello(1, world_size=3)) == [M.WELCOME]  # it tells the others, or has
-    assert reducer.engine.held() == 1024  # of rank 0
-    errors = told(reducer.contribute(1))
-    assert errors.keys() == {b"0", b"1"}
-    assert errors[b"0"].rank == 1
-    assert reducer.engine.held() == 0
+Nobody waits for a rank that gave up before it joined
+    new                                         # it was restarted
+    0 HELLO watermark=3 -> 0 WELCOME
+    0 CONTRIBUTION 3
+    1 HELLO watermark=4 -> 1 WELCOME
+    1 ABORT 3 ReducerLostError watermark=4 -> 0 1 ReducerLostError
 
+A rank that joins late learns why a round failed
+    ranks 2 world_size=3
+    0 CONTRIBUTION
+    1 CONTRIBUTION op=ReduceOp.MAX -> 0 1 MismatchError
+    0 1 CONTRIBUTION 1 watermark=1
+    2 HELLO world_size=3 -> 2 WELCOME
+    2 CONTRIBUTION -> 2 MismatchError
 
-def test_nobody_waits_for_a_rank_that_gave_up_before_it_joined(implementation):
-    reducer = Reducer(implementation)  # it was restarted
-    reducer.hello(0, watermark=3)
-    reducer.contribute(0, sequence=3)
-    assert kinds(reducer.hello(1, watermark=4)) == [M.WELCOME]
-    body = encode_error(ReducerLostError("gone", reducer="here:1"))
-    errors = told(reducer.say(1, M.ABORT, 3, body, watermark=4))
-    assert errors.keys() == {b"0", b"1"}
-    assert isinstance(errors[b"0"], ReducerLostError)
-
-
-def test_a_rank_that_joins_late_learns_why_a_round_failed(implementation):
-    reducer = with_ranks(implementation, 2, world_size=3)
-    reducer.contribute(0)
-    reducer.contribute(1, op=ReduceOp.MAX)
-    reducer.contribute_both(sequence=1, watermark=1)
-    reducer.hello(2, world_size=3)
-    assert isinstance(told(reducer.contribute(2))[b"2"], MismatchError)
-
-
-def test_a_round_waits_for_a_rank_that_comes_back_and_had_not_taken_part(reducer):
-    """Its connection broke before it knew that it had been welcomed."""
-    two_chunks(reducer, 0, 0)
-    reducer.engine.unreachable(b"1")
-    reducer.hello(1)
-    assert kinds(two_chunks(reducer, 1, 0)) == [M.RESULT] * 2
-    reducer.engine.unreachable(b"1")  # and again: now it has
-    reducer.hello(1)
-    assert told(two_chunks(reducer, 0, 64)) == {}
-    assert told(two_chunks(reducer, 1, 64))[b"0"].rank == 1
+A round waits for a rank that comes back and had not taken part
+    0 CONTRIBUTION total_bytes=128
+    unreachable 1                               # before it knew that it had been welcomed
+    1 HELLO -> 1 WELCOME
+    1 CONTRIBUTION total_bytes=128 -> 0 1 RESULT
+    unreachable 1                               # and again: now it has
+    1 HELLO -> 1 WELCOME
+    0 CONTRIBUTION total_bytes=128 offset=64
+    1 CONTRIBUTION total_bytes=128 offset=64 -> 0 1 RankLostError rank=1
+""")

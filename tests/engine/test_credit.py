@@ -2,92 +2,68 @@
 
 import pytest
 
-from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.wire.constants import Feature
 from reducer.wire.header import Header
-from reducer.wire.messages import Welcome, decode, encode
-from tests.engine.driven import Driven, M, operation, sent
-from tests.engine.words import WINDOW, Reducer, kinds
+from tests.engine.driven import Driven, M, join, operation, sent
+from tests.engine.transcripts import transcripts
 
 KIB, MIB = 1 << 10, 1 << 20
-CHUNK = 64 * KIB
-MEMORY = 12 * MIB
 ROUND_TRIP_S = 0.2  # of the network; results take a little longer
 TAKEN_S = 0.21
 
 
-def pool(implementation, limits=NO_LIMITS):
-    """A reducer of 12 MiB with job "job" of two ranks, whose chunks have 64 KiB."""
-    reducer = Reducer(implementation, MEMORY, limits)
-    for rank in range(2):
-        (welcome,) = reducer.hello(rank, chunk_bytes=CHUNK, features=Feature.CREDIT)
-        assert decode(Welcome, welcome.payload).features == Feature.CREDIT
-    return reducer
+# A reducer of 12 MiB with job "job" of two ranks, whose chunks have 64 KiB.
+POOL = """
+    new memory_limit=12<<20
+    0 1 HELLO chunk_bytes=1<<16 features=Feature.CREDIT -> 0 1 WELCOME features=Feature.CREDIT
+"""
+test_windows = transcripts(
+    """
+A larger window holds more
+    0 CREDIT window=1<<20 -> 0 CREDIT window=1<<20
+    0 CONTRIBUTION range(20) bytes=1<<16        # 16, and what may exceed any window
+    held 20<<16
+    0 CONTRIBUTION 20 bytes=1<<16 -> 0 CapacityError
+    dropped 0
 
-
-def granted(sends):
-    """The window of the one CREDIT that is said."""
-    (send,) = sends
-    header = Header.unpack(send.header)
-    assert header.type is M.CREDIT
-    return header.window
-
-
-def ask(reducer, rank, window):
-    return granted(reducer.say(rank, M.CREDIT, (1 << 64) - 1, window=window))
-
-
-def test_a_larger_window_holds_more(implementation):
-    reducer = pool(implementation)
-    assert ask(reducer, 0, MIB) == MIB
-    within = MIB // CHUNK + 4  # and what may exceed any window
-    sent_bytes = bytes(CHUNK)
-    for sequence in range(within):
-        assert reducer.contribute(0, sequence, payload=sent_bytes) == []
-    assert reducer.engine.held() == within * CHUNK
-    assert kinds(reducer.contribute(0, within, payload=sent_bytes)) == [M.ERROR]
-    assert reducer.engine.newly_dropped() == [b"0"]
-
-
-def test_a_window_grows_into_half_of_what_other_jobs_leave(implementation):
-    reducer = pool(implementation)
+A window grows into half of what other jobs leave
     # Three windows with 256 KiB besides each are half of 12 MiB.
-    assert ask(reducer, 0, 1 << 40) == 2 * MIB - 256 * KIB
-    assert reducer.engine.reserved() == 6 * MIB
-    assert ask(reducer, 0, 1 << 40) == 2 * MIB - 256 * KIB
-    assert reducer.engine.reserved() == 6 * MIB
-    other = {"job": "other", "world_size": 1, "peer": b"other", "chunk_bytes": CHUNK}
-    assert kinds(reducer.hello(0, window=3 * MIB - 256 * KIB, **other)) == [M.WELCOME]
-    assert reducer.engine.reserved() == MEMORY
-    assert ask(reducer, 1, 1 << 40) == 2 * MIB - 256 * KIB, "it was set aside with rank 0's"
-    assert reducer.engine.reserved() == MEMORY
+    0 CREDIT window=1<<40 -> 0 CREDIT window=(2<<20)-(256<<10)
+    reserved 6<<20
+    0 CREDIT window=1<<40 -> 0 CREDIT window=(2<<20)-(256<<10)
+    reserved 6<<20
+    0@other HELLO job=other world_size=1 chunk_bytes=1<<16 window=(3<<20)-(256<<10)
+        -> other WELCOME
+    reserved 12<<20
+    1 CREDIT window=1<<40 -> 1 CREDIT window=(2<<20)-(256<<10)  # it was set aside with rank 0's
+    reserved 12<<20
 
+The limit of a job holds
+    new memory_limit=12<<20 job_memory_limit=6<<20
+    0 1 HELLO chunk_bytes=1<<16 features=Feature.CREDIT -> 0 1 WELCOME features=Feature.CREDIT
+    0 CREDIT window=1<<40 -> 0 CREDIT window=(1<<20)-(256<<10)
+    reserved 3<<20                              # half of it: other jobs of its key may come
 
-def test_the_limit_of_a_job_holds(implementation):
-    reducer = pool(implementation, Limits(job_memory_limit=6 * MIB))
-    assert ask(reducer, 0, 1 << 40) == MIB - 256 * KIB
-    assert reducer.engine.reserved() == 3 * MIB, "half of it: other jobs of its key may come"
+A rank that rejoins gets the window that is still reserved
+    0 CREDIT window=1<<40 -> 0 CREDIT window=?most
+    0@other HELLO job=other world_size=1 chunk_bytes=1<<16 window=(3<<20)-(256<<10)
+        -> other WELCOME
+    lose 0
+    0 HELLO chunk_bytes=1<<16 features=Feature.CREDIT -> 0 WELCOME
+    0 CREDIT window=1<<40 -> 0 CREDIT window=most
 
+A window never shrinks
+    ranks 2
+    reserved 3*(WINDOW+(1<<20))
+    0 CREDIT window=0 -> 0 CREDIT window=WINDOW
+    reserved 3*(WINDOW+(1<<20))
 
-def test_a_rank_that_rejoins_gets_the_window_that_is_still_reserved(implementation):
-    reducer = pool(implementation)
-    most = ask(reducer, 0, 1 << 40)
-    other = {"job": "other", "world_size": 1, "peer": b"other", "chunk_bytes": CHUNK}
-    assert kinds(reducer.hello(0, window=3 * MIB - 256 * KIB, **other)) == [M.WELCOME]
-    reducer.lose(b"0")
-    assert M.WELCOME in kinds(reducer.hello(0, chunk_bytes=CHUNK, features=Feature.CREDIT))
-    assert ask(reducer, 0, 1 << 40) == most
-
-
-def test_a_window_never_shrinks(reducer):
-    before = reducer.engine.reserved()
-    assert ask(reducer, 0, 0) == WINDOW
-    assert reducer.engine.reserved() == before
-
-
-def test_a_reducer_announces_only_what_the_worker_has(implementation):
-    (welcome,) = Reducer(implementation).hello(0)
-    assert decode(Welcome, welcome.payload).features == 0
+A reducer announces only what the worker has
+    new
+    0 HELLO -> 0 WELCOME features=0
+""",
+    POOL,
+)
 
 
 # -- the worker -------------------------------------------------------------------------------
@@ -97,15 +73,12 @@ def test_a_reducer_announces_only_what_the_worker_has(implementation):
 def far(implementation):
     """Makes rank 0 of 2, with a reducer that is so far away and has allowed 16 MiB."""
 
-    def join(round_trip_s=ROUND_TRIP_S, features=Feature.CREDIT, window=0):
+    def begin(round_trip_s=ROUND_TRIP_S, features=Feature.CREDIT, window=0):
         session = Driven(implementation, 0, 2, ("a:1",), window)
-        (hello,) = session.session.connected(0, round_trip_s)
-        welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window)
-        body = Welcome(incarnation="1", features=features)
-        session.receive(0, welcome.pack(), encode(body))
+        join(session, 0, round_trip_s=round_trip_s, features=features)
         return session
 
-    return join
+    return begin
 
 
 class Journey:

@@ -18,7 +18,6 @@ from reducer.wire.messages import (
     LAST_STAGE,
     Loss,
     Stragglers,
-    Welcome,
     decode,
     encode,
 )
@@ -281,10 +280,7 @@ def test_a_process_that_one_lane_leads_to_is_not_the_one_before(three):
     three.submit(operation(64 * 6), 0.0)
     for link in range(3):
         three.disconnected(link, "died")
-    welcome = encode(Welcome(incarnation="another process", lanes=(7,)))
-    (hello,) = three.connected(0)
-    window = Header.unpack(hello.header).window
-    three.receive(0, Header(M.WELCOME, window=window).pack(), welcome)
+    join(three, 0, "another process", lanes=(7,))
     assert resets(hear_of(three, 0, 0, 0, "1", stage=1)) == []
 
 

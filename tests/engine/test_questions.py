@@ -5,75 +5,52 @@ import math
 import numpy as np
 import pytest
 
-from reducer.errors import MismatchError
-from reducer.wire.header import Header
-from reducer.wire.messages import decode_error, encode_error
-from tests.engine.words import M, kinds, number, told
+from tests.engine.transcripts import transcripts
+from tests.engine.words import number
 from worker_client.protocol.agreement import EVERY, OFTEN_S, Agreement
 from worker_client.protocol.lifecycle import FIRST_PLACE
-from worker_client.protocol.operation import refused
 
-QUESTION, CALL = number(4, 0), number(4)
+test_what_is_declined = transcripts("""
+A question that a rank of its epoch does not ask is declined
+    0 CONTRIBUTION number(4,0) epoch=3
+    1 CONTRIBUTION number(4) epoch=3 -> 0 MismatchError field=question rank=0 other_rank=1
+    0 CONTRIBUTION number(4) epoch=3 -> 0 1 RESULT     # and the call goes on
 
+A question that comes after a call of its epoch is declined
+    1 CONTRIBUTION number(4) epoch=3
+    0 CONTRIBUTION number(4,0) epoch=3 -> 0 MismatchError field=question rank=0 other_rank=1
+    0 CONTRIBUTION number(4) epoch=3 -> 0 1 RESULT
 
-# What a reducer hears first.
-in_either_order = pytest.mark.parametrize("turn", [1, -1], ids=["question", "call"])
+Ranks of other epochs have lost touch
+    each epoch: 2 | 5
+    0 CONTRIBUTION number(4,0) epoch=3
+    1 CONTRIBUTION number(4) epoch=$epoch -> 0 MismatchError field=epoch expected=3 got=$epoch
 
+Ranks of other epochs have lost touch, whoever comes first
+    each epoch: 2 | 5
+    1 CONTRIBUTION number(4) epoch=$epoch
+    0 CONTRIBUTION number(4,0) epoch=3 -> 0 MismatchError field=epoch expected=3 got=$epoch
 
-@in_either_order
-def test_a_question_that_a_rank_of_its_epoch_does_not_ask_is_declined(reducer, turn):
-    sends = []
-    for rank, sequence in [(0, QUESTION), (1, CALL)][::turn]:
-        sends += reducer.contribute(rank, sequence, epoch=3)
-    (declined,) = told(sends).values()
-    assert isinstance(declined, MismatchError)
-    assert (declined.field, declined.rank, declined.other_rank) == ("question", 0, 1)
-    done = reducer.contribute(0, CALL, epoch=3)
-    assert [kind.name for kind in kinds(done)] == ["RESULT", "RESULT"], "and the call goes on"
+A rank that has the answer has not passed the question
+    1 CONTRIBUTION number(4) epoch=4 watermark=number(4,0)
+    0 CONTRIBUTION number(4,0) epoch=3          # rank 1 will claim the answer
+    1 RETAINED number(4,0) epoch=3 -> 1 RETAINED
 
+A call that a rank gives up without the question declines it
+    0 CONTRIBUTION number(4,0) epoch=3
+    1 ABORT number(4) REFUSED epoch=3
+        -> 0 MismatchError field=question, 1 MismatchError field=call
+    0 CONTRIBUTION number(4) epoch=3 -> 0 MismatchError field=call
 
-@in_either_order
-@pytest.mark.parametrize("epoch", [2, 5])
-def test_ranks_of_other_epochs_have_lost_touch(reducer, turn, epoch):
-    sends = []
-    for rank, sequence, here in [(0, QUESTION, 3), (1, CALL, epoch)][::turn]:
-        sends += reducer.contribute(rank, sequence, epoch=here)
-    error = told(sends)[b"0"]
-    assert isinstance(error, MismatchError)
-    assert (error.field, {error.expected, error.got}) == ("epoch", {3, epoch})
+A question about a call that was given up is declined
+    1 ABORT number(4) REFUSED epoch=3 -> 1 MismatchError field=call
+    0 CONTRIBUTION number(4,0) epoch=3 -> 0 MismatchError field=question
+    0 CONTRIBUTION number(4) epoch=3 -> 0 MismatchError field=call
 
-
-def test_a_rank_that_has_the_answer_has_not_passed_the_question(reducer):
-    reducer.contribute(1, CALL, epoch=4, watermark=QUESTION)
-    assert reducer.contribute(0, QUESTION, epoch=3) == [], "rank 1 will claim the answer"
-    assert told(reducer.retain(1, QUESTION, epoch=3)) == {}
-
-
-@in_either_order
-def test_a_call_that_a_rank_gives_up_without_the_question_declines_it(reducer, turn):
-    why = encode_error(refused(1, "it is odd"))
-    says = [
-        lambda: reducer.contribute(0, QUESTION, epoch=3),
-        lambda: reducer.say(1, M.ABORT, CALL, why, epoch=3),
-    ]
-    sends = [send for say in says[::turn] for send in say()]
-    assert "question" in {error.field for error in told_all(sends)}
-    assert told(reducer.contribute(0, CALL, epoch=3))[b"0"].field == "call"
-
-
-def told_all(sends):
-    """Errors that rank 0 is told."""
-    headers = [(send, Header.unpack(send.header)) for send in sends if send.peer == b"0"]
-    return [
-        decode_error(send.payload, header.sequence)
-        for send, header in headers
-        if header.type is M.ERROR
-    ]
-
-
-def test_all_that_ask_are_answered(reducer):
-    reducer.contribute(0, QUESTION)
-    assert len(reducer.contribute(1, QUESTION)) == 2
+All that ask are answered
+    0 CONTRIBUTION number(4,0)
+    1 CONTRIBUTION number(4,0) -> 0 1 RESULT
+""")
 
 
 @pytest.mark.parametrize(

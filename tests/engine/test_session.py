@@ -14,7 +14,7 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, DType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import MEASURED_BYTES
-from reducer.wire.messages import Loss, Stragglers, Welcome, decode, encode
+from reducer.wire.messages import Loss, Stragglers, decode, encode
 from tests.engine.driven import Driven, M, error, errors, join, joined, operation, result, sent
 from tests.engine.words import number
 from worker_client.protocol.flight import Connect, Reset, Send
@@ -255,11 +255,11 @@ def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(implementation, late
         join(session, 0)
         session.tick(1.0)
     knows, lacks = ranks
-    join_with_lanes(knows, 1)
+    join(knows, 1, lanes=(7,))
     join(knows, 2)
     assert losses_told(lacks.tick(4.1)) == [(0, 1)]
     if late:
-        (connect,) = [a for a in join_with_lanes(lacks, 1) if isinstance(a, Connect)]
+        (connect,) = [a for a in join(lacks, 1, lanes=(7,)) if isinstance(a, Connect)]
         assert connect.endpoint == "b:7"
         join(lacks, 2)
         assert knows.failover.usable_lanes() == lacks.failover.usable_lanes() == [1, 2]
@@ -270,14 +270,6 @@ def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(implementation, late
     cuts = [session.plan.cut(1024, 2 * PLACES + 1, DType.UINT8) for session in ranks]
     assert cuts[0] == cuts[1]
     assert len(cuts[0][0]) == 2 + late
-
-
-def join_with_lanes(session, index):
-    """Have a reducer welcome a session that says where its second lane is."""
-    (hello,) = session.connected(index)
-    window = Header.unpack(hello.header).window
-    welcome = encode(Welcome(incarnation="1", lanes=(7,)))
-    return session.receive(index, Header(M.WELCOME, window=window).pack(), welcome)
 
 
 def test_closing_says_goodbye_and_ends_everything(session):

@@ -3,21 +3,19 @@
 import pytest
 
 from reducer.engine.engine import AWAY_S
-from reducer.engine.limits import Limits
 from reducer.errors import (
     AuthError,
-    CapacityError,
-    MembershipError,
-    RankLostError,
     ReductionError,
     RemoteProtocolError,
 )
 from reducer.wire import authentication
 from reducer.wire.constants import MAX_STREAMS, Feature
-from reducer.wire.header import Header, fingerprint
+from reducer.wire.header import Header
 from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
+from tests.engine import driven
 from tests.engine.driven import Driven, joined
-from tests.engine.words import TWO_KEYS, WINDOW, M, Reducer, kinds, lost_rank, number, told
+from tests.engine.transcripts import transcripts
+from tests.engine.words import WINDOW, M, Reducer, kinds, lost_rank, number, told
 from worker_client.protocol.flight import AddStreams, Reset
 from worker_client.protocol.joining import auto_streams
 
@@ -54,50 +52,6 @@ def two(implementation):
     return reducer, ticket
 
 
-@pytest.mark.parametrize("features", [0, Feature.CREDIT])
-def test_who_does_not_ask_gets_no_ticket(implementation, features):
-    assert join(Reducer(implementation), 0, features=features) == ""
-
-
-def test_contributions_count_over_any_stream(two):
-    reducer, ticket = two
-    (answer,) = stream(reducer, b"0b", ticket)
-    assert (answer.peer, kinds([answer])) == (b"0b", [M.STREAM])
-    reducer.served.taken = 0
-    assert reducer.engine.streams(b"0") == (b"0b",)
-    for sequence, peer in enumerate([b"0b", b"0", b"0b"], 1):
-        assert reducer.contribute(0, sequence, 1.0, peer=peer) == []
-        results = reducer.contribute(1, sequence, 2.0)
-        # They are sent to the member: over which of its connections, the loop decides.
-        assert sorted(send.peer for send in results) == [b"0", b"1"]
-    assert reducer.contribute(0, 3, 1.0, peer=b"0") == [], "it was here already"
-    assert reducer.engine.counters.duplicates == 1
-    assert reducer.served.taken in {0, 6}, "in the compiled loop, streams are healthy too"
-
-
-def test_a_ticket_is_good_while_its_member_is_here(two):
-    reducer, ticket = two
-    unknown = refusal(stream(reducer, b"x", "0" * 32), b"x")
-    assert isinstance(unknown, MembershipError)
-    reducer.say(0, M.GOODBYE, (1 << 64) - 1)
-    assert isinstance(refusal(stream(reducer, b"y", ticket), b"y"), MembershipError)
-    assert reducer.engine.streams(b"0") == ()
-
-
-@pytest.mark.parametrize("later", [0, 1])
-def test_a_link_that_begins_anew_gives_another_ticket(implementation, later):
-    reducer = Reducer(implementation)
-    first = join(reducer, 0)
-    stream(reducer, b"0b", first)
-    if later == 0:
-        reducer.engine.unreachable(b"0")
-    second = join(reducer, 0, peer=b"0c", generation=later)
-    assert second != first
-    assert isinstance(refusal(stream(reducer, b"x", first), b"x"), MembershipError)
-    assert kinds(stream(reducer, b"y", second)) == [M.STREAM]
-    assert reducer.engine.streams(b"0c") == (b"y",)
-
-
 @pytest.mark.parametrize("first_too", [False, True])
 def test_who_loses_one_stream_has_lost_the_link(two, first_too):
     reducer, ticket = two
@@ -130,67 +84,6 @@ def test_at_the_end_a_further_stream_that_ends_first_makes_nobody_lost(two, died
     (job,) = reducer.engine.jobs
     assert job.farewells == (set() if died else {0})
     assert job.members.keys() == {1}
-
-
-def test_who_breaks_the_protocol_does_so_with_all_streams(two):
-    reducer, ticket = two
-    stream(reducer, b"0b", ticket)
-    reducer.contribute(1, 1)
-    broken = stream(reducer, b"0b", ticket)
-    assert isinstance(refusal(broken, b"0"), RemoteProtocolError)
-    assert isinstance(refusal(broken, b"1"), RankLostError)
-    assert reducer.engine.newly_dropped() == [b"0"]
-    for peer in (b"0", b"0b"):
-        assert reducer.contribute(0, 2, peer=peer) == []
-    assert reducer.engine.counters.ignored == 2
-
-
-def test_who_waits_for_a_rank_is_no_stream_of_another(two):
-    reducer, ticket = two
-    assert kinds(reducer.hello(1, peer=b"1b", features=BOTH)) == [M.PING], "the holder is asked"
-    assert isinstance(refusal(stream(reducer, b"1b", ticket), b"1b"), RemoteProtocolError)
-    assert reducer.engine.streams(b"0") == ()
-    assert reducer.engine.newly_dropped() == [b"1b"]
-
-
-def test_a_rank_that_dies_is_not_waited_for_any_longer(two):
-    reducer, ticket = two
-    stream(reducer, b"0b", ticket)
-    reducer.contribute(1, 1)
-    reducer.engine.unreachable(b"0b")
-    reducer.engine.unreachable(b"0")
-    reducer.now += AWAY_S
-    assert lost_rank(reducer.tick(), b"1") == 0
-
-
-@pytest.mark.parametrize("kind", [M.ABORT, M.GOODBYE, M.CREDIT, M.SHARD_MAP, M.STRAGGLERS])
-def test_only_contributions_go_over_further_streams(two, kind):
-    reducer, ticket = two
-    stream(reducer, b"0b", ticket)
-    header = Header(kind, job=fingerprint("job"), rank=0)
-    sends = reducer.served.receive(b"0b", header.pack(), b"")
-    assert isinstance(refusal(sends, b"0"), RemoteProtocolError)
-    assert reducer.engine.newly_dropped() == [b"0"]
-
-
-def test_each_number_is_good_once(two):
-    reducer, ticket = two
-    for at in range(1, MAX_STREAMS):
-        assert kinds(stream(reducer, b"0.%d" % at, ticket, at=at)) == [M.STREAM]
-    for at in (3, 0):  # 0 is the first connection
-        again = stream(reducer, b"x%d" % at, ticket, at=at)
-        assert isinstance(refusal(again, b"x%d" % at), RemoteProtocolError)
-        assert reducer.engine.newly_dropped() == [b"x%d" % at], "the member itself goes on"
-    with pytest.raises(RemoteProtocolError, match="number must be between 0 and 15"):
-        Stream(ticket, MAX_STREAMS)
-    assert len(reducer.engine.streams(b"0")) == MAX_STREAMS - 1
-
-
-def test_the_first_connection_has_to_be_there(two):
-    reducer, ticket = two
-    reducer.engine.unreachable(b"0")
-    assert isinstance(refusal(stream(reducer, b"x", ticket), b"x"), MembershipError)
-    assert reducer.engine.streams(b"0") == ()
 
 
 def test_an_abort_that_makes_room_may_be_overtaken(two):
@@ -230,65 +123,158 @@ def test_a_stream_proves_that_it_knows_the_secret(implementation):
     assert kinds(say(reducer, b"y", Stream(ticket, 2, proof))) == [M.STREAM]
 
 
-def test_a_stream_shows_the_key_of_its_link(implementation):
-    reducer = Reducer(implementation)
-    reducer.engine.allow(TWO_KEYS)
-    ticket = join(reducer, 0, "key-1")
-    assert isinstance(refusal(stream(reducer, b"x", ticket, "key-2"), b"x"), AuthError)
-    assert kinds(stream(reducer, b"y", ticket, "key-1")) == [M.STREAM]
+test_who_may_have_a_stream = transcripts("""
+Who does not ask gets no ticket
+    each features: 0 | Feature.CREDIT
+    new
+    0 HELLO features=$features -> 0 WELCOME ticket=
+
+A link that begins anew gives another ticket
+    new
+    0 HELLO features=BOTH -> 0 WELCOME ticket=?first
+    0b STREAM ticket=first number=1 -> 0b STREAM
+    unreachable 0
+    0@0c HELLO features=BOTH -> 0c WELCOME ticket=?second
+    x STREAM ticket=first number=1 -> x MembershipError
+    y STREAM ticket=second number=1 -> y STREAM
+    streams 0c y
+    0@0d HELLO features=BOTH generation=1 -> 0c StaleGenerationError, 0d WELCOME ticket=?third
+    x STREAM ticket=second number=1
+    z STREAM ticket=second number=1 -> z MembershipError
+    0e STREAM ticket=third number=1 -> 0e STREAM
+    streams 0d 0e
+
+A stream shows the key of its link
+    new
+    allow key-1=* key-2=*
+    0 HELLO features=BOTH key=key-1 -> 0 WELCOME ticket=?ticket
+    x STREAM ticket=ticket number=1 key=key-2 -> x AuthError
+    y STREAM ticket=ticket number=1 key=key-1 -> y STREAM
+
+Streams leave half of what a key may have
+    new max_connections_per_key=6
+    allow key-1=*
+    0 HELLO features=BOTH key=key-1 world_size=4 -> 0 WELCOME ticket=?ticket
+    0.1 STREAM ticket=ticket number=1 key=key-1 -> 0.1 STREAM
+    0.2 STREAM ticket=ticket number=2 key=key-1 -> 0.2 STREAM
+    0.3 STREAM ticket=ticket number=3 key=key-1
+        -> 0.3 CapacityError limit=max_connections_per_key says=REDUCTION_STREAMS=1
+    1 2 3 HELLO key=key-1 world_size=4 -> 1 2 3 WELCOME
+    0@more HELLO key=key-1 job=other -> more CapacityError      # that is six
+    lose 0
+    0@x HELLO key=key-1 job=x world_size=1 -> x WELCOME
+    0@y HELLO key=key-1 job=y world_size=1 -> y WELCOME
+    0@z HELLO key=key-1 job=z world_size=1 -> z WELCOME
+
+Streams leave room for other connections
+    new max_streams=4
+    0 HELLO features=BOTH -> 0 WELCOME ticket=?first
+    1 HELLO features=BOTH -> 1 WELCOME ticket=?second
+    0.1 STREAM ticket=first number=1 -> 0.1 STREAM
+    1.1 STREAM ticket=second number=1 -> 1.1 STREAM
+    1.2 STREAM ticket=second number=2 -> 1.2 CapacityError limit=max_streams
+    lose 0
+    1.3 STREAM ticket=second number=2 -> 1.3 STREAM
+
+Those of an ended generation are no longer counted
+    new max_connections_per_key=6
+    allow key-1=*
+    0 HELLO features=BOTH key=key-1 -> 0 WELCOME ticket=?ticket
+    0.1 STREAM ticket=ticket number=1 key=key-1 -> 0.1 STREAM
+    0.2 STREAM ticket=ticket number=2 key=key-1 -> 0.2 STREAM
+    0@1 HELLO features=BOTH key=key-1 generation=1
+        -> 0 StaleGenerationError, 1 WELCOME ticket=?ticket
+    1.1 STREAM ticket=ticket number=1 key=key-1 -> 1.1 STREAM
+    1.2 STREAM ticket=ticket number=2 key=key-1 -> 1.2 STREAM
+    0@2 HELLO features=BOTH key=key-1 generation=2
+        -> 1 StaleGenerationError, 2 WELCOME ticket=?ticket
+    2.1 STREAM ticket=ticket number=1 key=key-1 -> 2.1 STREAM
+    2.2 STREAM ticket=ticket number=2 key=key-1 -> 2.2 STREAM
+""")
+
+TWO = """
+    new
+    0 HELLO features=BOTH -> 0 WELCOME ticket=?ticket
+    1 HELLO features=BOTH -> 1 WELCOME
+"""
+test_numbers_and_tickets = transcripts(
+    """
+A ticket is good while its member is here
+    x STREAM ticket="'0'*32" number=1 -> x MembershipError
+    0 GOODBYE
+    y STREAM ticket=ticket number=1 -> y MembershipError
+    streams 0
+
+Each number is good once
+    0.1 STREAM ticket=ticket number=1 -> 0.1 STREAM
+    x STREAM ticket=ticket number=1 -> x RemoteProtocolError
+    dropped x                                   # the member itself goes on
+    y STREAM ticket=ticket number=0 -> y RemoteProtocolError    # that is the first connection
+    dropped y
+
+The first connection has to be there
+    unreachable 0
+    x STREAM ticket=ticket number=1 -> x MembershipError
+    streams 0
+
+Who waits for a rank is no stream of another
+    1@1b HELLO features=BOTH -> 1 PING          # the holder is asked
+    1b STREAM ticket=ticket number=1 -> 1b RemoteProtocolError
+    streams 0
+    dropped 1b
+""",
+    TWO,
+)
+test_two_connections = transcripts(
+    """
+Contributions count over any stream
+    streams 0 0b
+    0@0b CONTRIBUTION 1 value=1.0
+    1 CONTRIBUTION 1 value=2.0 -> 0 1 RESULT    # over which of its connections, the loop decides
+    0 CONTRIBUTION 2 value=1.0
+    1 CONTRIBUTION 2 value=2.0 -> 0 1 RESULT
+    0@0b CONTRIBUTION 3 value=1.0
+    1 CONTRIBUTION 3 value=2.0 -> 0 1 RESULT
+    0 CONTRIBUTION 3 value=1.0                  # it was here already
+    counters duplicates=1
+    taken 6                                     # streams are healthy, too
+
+Who breaks the protocol does so with all streams
+    1 CONTRIBUTION 1
+    0b STREAM ticket=ticket number=1 -> 0 RemoteProtocolError, 1 RankLostError
+    dropped 0
+    0 CONTRIBUTION 2
+    0@0b CONTRIBUTION 2
+    counters ignored=2
+
+A rank that dies is not waited for any longer
+    1 CONTRIBUTION 1
+    unreachable 0b 0
+    later AWAY_S -> 1 RankLostError rank=0
+
+Only contributions go over further streams
+    each kind: ABORT | GOODBYE | CREDIT | SHARD_MAP | STRAGGLERS
+    0b $kind 0 -> 0 RemoteProtocolError
+    dropped 0
+""",
+    TWO + "    0b STREAM ticket=ticket number=1 -> 0b STREAM\n",
+)
 
 
-def test_streams_leave_half_of_what_a_key_may_have(implementation):
-    reducer = Reducer(implementation, limits=Limits(max_connections_per_key=6))
-    reducer.engine.allow(TWO_KEYS)
-    ticket = join(reducer, 0, "key-1", world_size=4)
-    for at in (1, 2):
-        assert kinds(stream(reducer, b"0.%d" % at, ticket, "key-1", at=at)) == [M.STREAM]
-    error = refusal(stream(reducer, b"0.3", ticket, "key-1", at=3), b"0.3")
-    assert isinstance(error, CapacityError)
-    assert error.limit == "max_connections_per_key"
-    assert "REDUCTION_STREAMS=1" in str(error)
-    for rank in (1, 2, 3):
-        assert kinds(reducer.hello(rank, "key-1", world_size=4)) == [M.WELCOME]
-    assert kinds(reducer.hello(0, "key-1", b"more", job="other")) == [M.ERROR], "that is six"
-    reducer.lose(b"0")
-    for peer in (b"x", b"y", b"z"):
-        job = {"job": peer.decode(), "world_size": 1}
-        assert kinds(reducer.hello(0, "key-1", peer, **job)) == [M.WELCOME]
-
-
-def test_streams_leave_room_for_other_connections(implementation):
-    reducer = Reducer(implementation, limits=Limits(max_streams=4))
-    tickets = [join(reducer, rank) for rank in range(2)]
-    for rank, ticket in enumerate(tickets):
-        assert kinds(stream(reducer, b"%d.1" % rank, ticket)) == [M.STREAM]
-    error = refusal(stream(reducer, b"1.2", tickets[1], at=2), b"1.2")
-    assert isinstance(error, CapacityError)
-    assert error.limit == "max_streams"
-    reducer.lose(b"0")
-    assert kinds(stream(reducer, b"1.3", tickets[1], at=2)) == [M.STREAM]
-
-
-@pytest.mark.parametrize("later", [1, 2])
-def test_those_of_an_ended_generation_are_no_longer_counted(implementation, later):
-    reducer = Reducer(implementation, limits=Limits(max_connections_per_key=6))
-    reducer.engine.allow(TWO_KEYS)
-    for generation in range(later + 1):
-        peer = b"%d" % generation
-        ticket = join(reducer, 0, "key-1", peer=peer, generation=generation)
-        for at in (1, 2):
-            made = stream(reducer, peer + b".%d" % at, ticket, "key-1", at=at)
-            assert kinds(made) == [M.STREAM]
+def test_a_link_has_no_more_streams_than_numbers(two):
+    reducer, ticket = two
+    for at in range(1, MAX_STREAMS):
+        assert kinds(stream(reducer, b"0.%d" % at, ticket, at=at)) == [M.STREAM]
+    with pytest.raises(RemoteProtocolError, match="number must be between 0 and 15"):
+        Stream(ticket, MAX_STREAMS)
+    assert len(reducer.engine.streams(b"0")) == MAX_STREAMS - 1
 
 
 # -- the worker -------------------------------------------------------------------------------
 
 
 def added(session, round_trip_s, ticket):
-    (hello,) = session.session.connected(0, round_trip_s)
-    welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window).pack()
-    body = encode(Welcome(incarnation="1", ticket=ticket))
-    actions = session.receive(0, welcome, body)
+    actions = driven.join(session, 0, round_trip_s=round_trip_s, ticket=ticket)
     return [action for action in actions if isinstance(action, AddStreams)]
 
 

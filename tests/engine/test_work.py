@@ -5,9 +5,10 @@ import sys
 import pytest
 
 from reducer.engine.limits import Limits
-from reducer.errors import CapacityError, ReducerLostError
+from reducer.errors import ReducerLostError
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import encode_error
+from tests.engine.transcripts import transcripts
 from tests.engine.words import TWO_KEYS, M, Reducer, kinds, number, told, with_ranks
 
 FEW, MANY = 20, 400
@@ -91,20 +92,6 @@ def test_rounds_are_forgotten_in_any_order_of_opening(implementation):
         assert {each for each in reducer.rounds() if each < number(150)} == left
 
 
-def test_a_job_has_so_many_rounds_and_no_more(implementation):
-    reducer = with_ranks(implementation, 2, Limits(max_rounds=1500), window=16 << 20)
-    for call in range(1500):
-        assert reducer.contribute(0, number(call)) == []
-    error = told(reducer.contribute(0, number(1500)))[b"0"]
-    assert isinstance(error, CapacityError)
-    assert (error.limit, "--max-rounds" in str(error)) == ("max_rounds", True)
-    assert len(reducer.rounds()) == 1500
-    assert kinds(reducer.contribute(1, number(0))) == [M.RESULT] * 2, "what is there goes on"
-    assert reducer.engine.counters.over_limit == 1
-    reducer.contribute_both(number(1), watermark=number(1))
-    assert reducer.contribute(0, number(1500)) == []
-
-
 def test_the_rounds_of_a_keys_jobs_count_together(implementation):
     reducer = Reducer(implementation, limits=Limits(max_rounds=100))
     reducer.engine.allow(TWO_KEYS)
@@ -127,27 +114,35 @@ def test_the_rounds_of_a_keys_jobs_count_together(implementation):
         assert begin(three, call) == [], "another key has its own"
 
 
-def test_a_key_has_so_many_connections_and_no_more(implementation):
-    reducer = Reducer(implementation, limits=Limits(max_connections_per_key=3))
-    reducer.engine.allow(TWO_KEYS)
+test_limits = transcripts("""
+A job has so many rounds and no more
+    ranks 2 max_rounds=1500 window=16<<20
+    0 CONTRIBUTION range(number(0),number(1500),PLACES)
+    0 CONTRIBUTION number(1500) -> 0 CapacityError limit=max_rounds says=--max-rounds
+    held 1500*1024
+    counters over_limit=1
+    1 CONTRIBUTION number(0) -> 0 1 RESULT      # what is there goes on
+    0 CONTRIBUTION number(1) watermark=number(1)
+    1 CONTRIBUTION number(1) watermark=number(1) -> 0 1 RESULT
+    0 CONTRIBUTION number(1500)
 
-    def join(rank, key, job):
-        return reducer.hello(rank, key, f"{key}/{job}/{rank}".encode(), job=job)
-
-    for rank, job in ((0, "a"), (1, "a"), (0, "b")):
-        assert kinds(join(rank, "key-1", job))[-1] is M.WELCOME
-    (error,) = told(join(1, "key-1", "b")).values()
-    assert isinstance(error, CapacityError)
-    assert error.limit == "max_connections_per_key"
-    assert "--max-connections-per-key" in str(error)
-    assert reducer.engine.counters.over_limit == 1
-    for rank in range(2):
-        assert kinds(join(rank, "key-2", "c")) == [M.WELCOME], "the others have their own"
-    later = reducer.hello(0, "key-1", b"later", job="a", generation=1)
-    assert kinds(later)[0] is M.WELCOME, "the members of the earlier generation make room"
-    reducer.lose(b"key-1/b/0")
-    assert kinds(join(1, "key-1", "b")) == [M.WELCOME]
-    assert {job.name: len(job.members) for job in reducer.engine.jobs} == {"a": 1, "c": 2, "b": 1}
+A key has so many connections and no more
+    new max_connections_per_key=3
+    allow key-1=* key-2=*
+    0@a0 HELLO key=key-1 job=a -> a0 WELCOME
+    1@a1 HELLO key=key-1 job=a -> a1 WELCOME
+    0@b0 HELLO key=key-1 job=b -> b0 WELCOME
+    1@b1 HELLO key=key-1 job=b -> b1 CapacityError limit=max_connections_per_key
+        says=--max-connections-per-key
+    counters over_limit=1
+    0@c0 HELLO key=key-2 job=c -> c0 WELCOME    # the others have their own
+    1@c1 HELLO key=key-2 job=c -> c1 WELCOME
+    0@later HELLO key=key-1 job=a generation=1  # members of the earlier one make room
+        -> a0 a1 StaleGenerationError, later WELCOME
+    lose b0
+    1@b1 HELLO key=key-1 job=b -> b1 WELCOME
+    jobs a=1 b=1 c=2
+""")
 
 
 # -- what comes and goes --------------------------------------------------------------------------

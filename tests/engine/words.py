@@ -33,6 +33,7 @@ class Reducer:
     def __init__(
         self, implementation, memory_limit=1 << 30, limits=NO_LIMITS, lanes=(), secret=b""
     ):
+        self.compiled = implementation == "compiled"
         self.secret = secret
         self.served = Served(
             implementation,
@@ -98,9 +99,9 @@ class Reducer:
         sends = self.engine.tick(self.now)
         return [send for send in sends if kinds([send]) != [M.PING]]
 
-    def say(self, rank, kind, sequence, body=b"", **change):
+    def say(self, rank, kind, sequence, body=b"", peer=b"", **change):
         header = Header(kind, job=fingerprint("job"), rank=rank, sequence=sequence, **change)
-        return self.served.receive(b"%d" % rank, header.pack(), body)
+        return self.served.receive(peer or b"%d" % rank, header.pack(), body)
 
     def rounds(self):
         return {sequence for job in self.engine.jobs for sequence in job.rounds}
