@@ -397,7 +397,7 @@ elastic DDP 4+2: kill 0; settle; kill 1; settle
 embedded, rank 0 leaves first 3+0: go 6
 mixed 3+1: go 6
 fallback 3+2: drain 0 1; fall 1; go 8; start 0 1; back 1 0 1; end 0 1; fall 2; start 1; back 2 1
-fallback, elastic 3+1: end 0; fall 1; go 3
+fallback, elastic 3+1: stop 1; rest 0.3; end 0; resume 1; fall 1; go 3
 patient 3+2: stop 1; rest 2; resume 1; go 10
 """
 EXTENDED = """
