@@ -58,15 +58,12 @@ LABS = (
 # Files that take longest begin, so that no process is left alone with one of them at the end.
 LONGEST = (
     *LABS,
-    *(
-        f"tests/integration/test_{name}.py"
-        for name in ("demo", "ddp", "horovod", "join", "elastic")
-    ),
+    *(f"tests/integration/test_{name}.py" for name in ("demo", "ddp", "horovod", "faults")),
     "tests/faults/test_failpoints.py",
     "tests/worker_client/test_driver_signals.py",
     *(f"tests/integration/test_{name}.py" for name in ("readme", "failures", "rank_loss")),
     "tests/launch/test_launchers.py",
-    *(f"tests/integration/test_{name}.py" for name in ("bits", "ddp_failover", "wire_dtype")),
+    *(f"tests/integration/test_{name}.py" for name in ("bits", "wire_dtype")),
     "tests/sim/",
 )
 

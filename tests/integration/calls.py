@@ -1,6 +1,7 @@
 """All-reduces that the tests of failures make, and the reducers that they end."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -23,6 +24,12 @@ def reduced(clients, given, op="mean", **how):
         for rank, (client, array) in enumerate(zip(clients, given, strict=True))
     ]
     return [work.wait(30) for work in works]
+
+
+def each(clients, call):
+    """What a call returns at each rank, all at the same time."""
+    with ThreadPoolExecutor(len(clients)) as threads:
+        return list(threads.map(call, clients))
 
 
 def errors_of(works, within_s=4.0):

@@ -1,15 +1,13 @@
 """One rank of test_quorum: it trains, and averages by quorum, while the test stops and kills ranks.
 
-Started as ``python -m tests.integration.quorum_rank SETTINGS`` (JSON, see `Settings`) with the
+Started as ``python -m tests.integration.quorum_rank ARGUMENTS`` (JSON, those of `main`) with the
 launcher's usual environment.
 """
 
 import hashlib
 import json
-import os
 import sys
 import time
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,44 +20,22 @@ from tests.ranks import write_result
 from worker_client.outer import OuterOptimizer
 
 WIDTH = 300
-PAUSE_S = 0.05  # a process in which a step takes longer was stopped in it
 
 
-class Settings(NamedTuple):
-    """What the ranks do.
+def main(port, steps, step_s=0.02, **settings):
+    """Train, and write what came of it.
 
-    Attributes:
+    Args:
         port: of the store.
-        min_ranks, grace, every, fragments, delay: of the outer optimizer.
         steps: of each rank.
         step_s: how long each of them takes.
+        settings: of the outer optimizer.
     """
-
-    port: int
-    min_ranks: int
-    grace: float
-    steps: int
-    every: int = 10
-    step_s: float = 0.02
-    fragments: int = 2
-    delay: int = 0
-
-
-def main():
-    """Train, and write what came of it."""
-    settings = Settings(**json.loads(sys.argv[1]))
-    store = TCPStore("127.0.0.1", settings.port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     client = worker_client.init()
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     outer = OuterOptimizer(
-        model,
-        client,
-        every=settings.every,
-        fragments=settings.fragments,
-        delay=settings.delay,
-        min_ranks=settings.min_ranks,
-        grace=settings.grace,
-        store=store,
+        model, client, store=store, **{"every": 10, "fragments": 2, "delay": 0, **settings}
     )
     chance = torch.Generator().manual_seed(client.rank)
     digests = {}
@@ -75,8 +51,8 @@ def main():
     note()
     sys.stdout.write("begins\n")
     sys.stdout.flush()
-    for _ in range(settings.steps):
-        time.sleep(settings.step_s)
+    for _ in range(steps):
+        time.sleep(step_s)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=chance), alpha=0.01)
@@ -109,5 +85,4 @@ def main():
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("REDUCTION_TIMEOUT", "60s")
-    main()
+    main(**json.loads(sys.argv[1]))

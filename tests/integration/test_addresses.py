@@ -115,18 +115,23 @@ def test_embedded_reducers_of_one_host_listen_on_loopback():
 
 
 @pytest.mark.usefixtures("several_hosts")
-@pytest.mark.parametrize("store_host", [None, "127.0.0.1"], ids=["no address", "loopback"])
-def test_a_rank_where_ranks_meet_takes_the_way_to_the_others(store_host):
-    # As rank 0's host sees itself where Debian has written its name beside 127.0.1.1.
+@pytest.mark.parametrize(
+    ("interfaces", "store", "bind"),
+    [
+        # As rank 0's host sees itself where Debian has written its name beside 127.0.1.1.
+        (["", "outside"], None, None),
+        (["", "outside"], "127.0.0.1", None),
+        (["", ""], "outside", None),
+        (["", ""], "outside", "tcp://0.0.0.0:0"),
+    ],
+    ids=["no address", "loopback", "where ranks meet", "every address"],
+)
+def test_reducers_listen_on_the_way_to_the_other_hosts(monkeypatch, interfaces, store, bind):
     host = outside()
-    for reducers in outcomes(["", host], store_host):
-        assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
-
-
-@pytest.mark.usefixtures("several_hosts")
-def test_ranks_meet_at_an_address_that_others_reach():
-    host = outside()
-    for reducers in outcomes(["", ""], host):
+    if bind:
+        monkeypatch.setenv("REDUCTION_BIND", bind)
+    interfaces, store = [one and host for one in interfaces], host if store == "outside" else store
+    for reducers in outcomes(interfaces, store):
         assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
 
 
@@ -143,14 +148,6 @@ def test_a_bind_address_that_other_hosts_cannot_reach_is_refused(monkeypatch):
     monkeypatch.setenv("REDUCTION_BIND", "tcp://127.0.0.1:0")
     for error in outcomes(["", ""], outside()):
         assert "other hosts cannot reach 127.0.0.1" in str(error)
-
-
-@pytest.mark.usefixtures("several_hosts")
-def test_a_bind_address_that_is_every_one_means_the_one_on_the_way(monkeypatch):
-    host = outside()
-    monkeypatch.setenv("REDUCTION_BIND", "tcp://0.0.0.0:0")
-    for reducers in outcomes(["", ""], host):
-        assert [address.rpartition(":")[0].strip("[]") for address in reducers] == [host] * 2
 
 
 def test_a_rank_with_a_wrong_interface_keeps_nobody_waiting():

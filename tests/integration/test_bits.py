@@ -125,24 +125,21 @@ KERNELS_AND_LOOPS = [
 ]
 
 
-def run_again(kernel, impl, world_sizes, sizes, monkeypatch):
-    """Make all-reduces that a test above has made, too: each has one right result."""
+@pytest.mark.parametrize(
+    ("world_sizes", "sizes"),
+    [
+        pytest.param((3,), (0, 7, 1023, 65537), id="some"),
+        pytest.param((1, 3, 8), SIZES, id="every", marks=pytest.mark.extended),
+    ],
+)
+@pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
+def test_a_second_run_gives_the_same_bits_with_any_kernel_and_either_loop(
+    kernel, impl, world_sizes, sizes, monkeypatch
+):
+    """Each all-reduce of a test above has one right result."""
     with local_pool(2, kernel=kernel) as servers:
         monkeypatch.setenv("REDUCTION_IMPL", impl)
         for world_size in world_sizes:
             with clients(world_size, servers, "64KiB") as members:
                 for (dtype, op), size in product(CASES, sizes):
                     check(members, dtype, op, size)
-
-
-@pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
-def test_a_second_run_gives_the_same_bits_with_any_kernel_and_either_loop(
-    kernel, impl, monkeypatch
-):
-    run_again(kernel, impl, (3,), (0, 7, 1023, 65537), monkeypatch)
-
-
-@pytest.mark.extended("test_a_second_run_gives_the_same_bits")
-@pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
-def test_a_second_run_of_every_case_gives_the_same_bits(kernel, impl, monkeypatch):
-    run_again(kernel, impl, (1, 3, 8), SIZES, monkeypatch)

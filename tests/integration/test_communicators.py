@@ -153,11 +153,15 @@ class Asked:
         )
 
 
-def submit(four, **more):
-    asked = [Asked(np.full(4, rank, np.float32), **more) for rank in range(RANKS)]
-    for one, communicator in zip(asked, four, strict=True):
+def begin(four, asked):
+    """Begin the all-reduce of every rank, or of the first ones."""
+    for one, communicator in zip(asked, four, strict=False):
         communicator.submit(one.operation)
     return asked
+
+
+def submit(four):
+    return begin(four, [Asked(np.full(4, rank, np.float32)) for rank in range(RANKS)])
 
 
 def await_ends(asked):
@@ -175,10 +179,8 @@ def test_each_ends_once_with_the_sum(four):
 
 
 def test_what_is_rounded_comes_back_whole(four):
-    asked = []
-    for rank, communicator in enumerate(four):
-        asked.append(Asked(np.full(3_000_000, rank / 4, np.float32), rounded=True))
-        communicator.submit(asked[-1].operation)
+    given = [np.full(3_000_000, rank / 4, np.float32) for rank in range(RANKS)]
+    asked = begin(four, [Asked(values, rounded=True) for values in given])
     await_ends(asked)
     assert all((one.values == 1.5).all() for one in asked)  # exact in 16 bits
     assert all(one.ends == [None] for one in asked)
@@ -195,9 +197,7 @@ def in_blocks(four, count):
         nodes = [given[0] + given[1], given[2] + given[3]]
         halves = zip(*(np.array_split(node, [count // 2]) for node in nodes), strict=True)
         expected = np.concatenate([block8_oracle.reduced([*both], mean=False) for both in halves])
-    asked = [Asked(values, rounded=True) for values in given]
-    for one, communicator in zip(asked, four, strict=True):
-        communicator.submit(one.operation)
+    asked = begin(four, [Asked(values, rounded=True) for values in given])
     await_ends(asked)
     assert all(one.ends == [None] for one in asked)
     assert all(one.values.tobytes() == expected.tobytes() for one in asked)
@@ -236,11 +236,9 @@ def test_who_waits_leads_until_it_is_done(four):
 
 def test_a_refusal_fails_the_call_everywhere_and_no_other(four):
     why = refused(four[1].spec.rank, "not this one")
-    asked = []
-    for rank, communicator in enumerate(four):
-        refusal = why if rank == 1 else None
-        asked.append(Asked(np.ones(4, np.float32), call=object(), refusal=refusal))
-        communicator.submit(asked[-1].operation)
+    refusals = (None, why, None, None)
+    asked = [Asked(np.ones(4, np.float32), call=object(), refusal=one) for one in refusals]
+    begin(four, asked)
     after = submit(four)
     await_ends([*asked, *after])
     assert all(isinstance(one.ends[0], MismatchError) and len(one.ends) == 1 for one in asked)
@@ -259,8 +257,7 @@ def test_in_a_callback_nobody_may_wait(four):
         said.append(error)
 
     asked[0].operation.ended = callback
-    for one, communicator in zip(asked, four, strict=True):
-        communicator.submit(one.operation)
+    begin(four, asked)
     eventually(lambda: said == [True, None])
     assert not four[0].in_callback
 
@@ -317,9 +314,7 @@ def test_a_straggler_is_counted_without_lost_ranks(pool):
 
 @pytest.mark.extended_cases("compiled-elastic", "compiled-casting")
 def test_a_late_rank_is_named(four):
-    asked = [Asked(np.ones(4, np.float32), 0.5) for _ in four[:3]]
-    for one, communicator in zip(asked, four, strict=False):
-        communicator.submit(one.operation)
+    asked = begin(four, [Asked(np.ones(4, np.float32), 0.5) for _ in four[:3]])
     await_ends(asked)
     assert isinstance(asked[2].ends[0], ReductionTimeout)
     assert asked[2].ends[0].missing == (3,)
@@ -346,8 +341,7 @@ def test_an_interrupted_call_is_no_other_ones(four):
                 Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 20.0, call=call, refusal=why)
             )
         others = [Asked(np.full(4, 100, np.float32), call=object()) for _ in four[:3]]
-        for one, communicator in zip(others, [four[0], *four[2:]], strict=True):
-            communicator.submit(one.operation)
+        begin([four[0], *four[2:]], others)
         after = submit(four)
         await_ends([*others, *after])
         assert all(one.ends[0] is None or "BoomError" in str(one.ends[0]) for one in others)

@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import NamedTuple
@@ -20,10 +20,8 @@ import numpy as np
 import psutil
 import pytest
 
-from reducer.config import load
 from reducer.errors import CapacityError
-from reducer.server import Server
-from tests.commands import free_ports, run_command, serving
+from tests.commands import run_command, serving
 from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import all_reduce, reduced
 from tests.ranks import ONE_THREAD, ROOT, environments, ranks
@@ -253,32 +251,6 @@ def test_children_of_every_kind_beside_a_client():
     pytest.importorskip("torch", reason="needs torch")
     with local_pool(1) as servers, ranks(environments(2, servers), "-c", PARENT) as job:
         assert [out.splitlines()[-1] for out in job.outputs()] == ["right"] * 2
-
-
-def test_a_name_whose_address_changes(monkeypatch):
-    """As that of a pod does that comes back."""
-    address, look_up = "127.0.0.2", socket.getaddrinfo
-
-    def resolve(host, *others, **named):
-        return look_up(address if host == "reducer-1.pool" else host, *others, **named)
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    (port,) = free_ports(1)
-    with ExitStack() as stack:
-        first = stack.enter_context(reducer_here())
-        moving = Server(load(bind=f"tcp://{address}:{port}"))
-        moving.start()
-        stack.callback(moving.stop)
-        servers = [first.address, f"reducer-1.pool:{port}"]
-        clients = stack.enter_context(joined(2, servers=servers))
-        all_reduce(clients)
-        moving.stop()
-        eventually(
-            lambda: all_reduce(clients) or all(one.in_use == [True, False] for one in clients)
-        )
-        address = "127.0.0.3"
-        stack.enter_context(reducer_here(bind=f"tcp://{address}:{port}"))
-        eventually(lambda: all_reduce(clients) or all(all(one.in_use) for one in clients))
 
 
 def test_129_ranks():

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -81,10 +82,16 @@ def test_a_forked_child_closes_its_copies_and_no_other_socket(monkeypatch, impl,
         child = os.fork()
         if not child:
             ours.sendall(b"alive")  # in spite of the rest
-            os.write(writer, b"%d" % connections(ports))
+            try:
+                clients[0].all_reduce(np.ones(4), "sum")
+            except LocalProtocolError as error:
+                os.write(writer, f"{connections(ports)}, {error}".encode())
+            clients[0].shutdown()
             os._exit(0)
-        os.waitpid(child, 0)
-        assert os.read(reader, 10) == b"0"
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        found, _, said = os.read(reader, 500).decode().partition(", ")
+        assert found == "0"
+        assert "forked child" in said
         assert theirs.recv(5) == b"alive"
         works = [client.all_reduce(np.ones(1000), "sum") for client in clients]
         assert all((work.wait(5) == 2).all() for work in works), "the parent has its own"
@@ -92,6 +99,21 @@ def test_a_forked_child_closes_its_copies_and_no_other_socket(monkeypatch, impl,
             os.close(descriptor)
         ours.close()
         theirs.close()
+
+
+@contextmanager
+def forked_child():
+    """A child that lives as long as the context."""
+    ended, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    yield
+    os.close(end)
+    os.close(ended)
+    os.waitpid(child, 0)
 
 
 class Owner:
@@ -110,19 +132,11 @@ def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_other
         owners, (fails, lambda _: [closed.fileno(), here.fileno()], fails), strict=True
     ):
         service_thread.close_in_child(owner, its)
-    ended, end = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        os.read(ended, 1)
-        os._exit(0)
-    here.close()
-    there.settimeout(5)
-    assert there.recv(1) == b"", "the child has a copy"
-    there.close()
-    os.close(end)
-    os.close(ended)
-    os.waitpid(child, 0)
+    with forked_child():
+        here.close()
+        there.settimeout(5)
+        assert there.recv(1) == b"", "the child has a copy"
+        there.close()
 
 
 def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node():
@@ -136,20 +150,12 @@ def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node():
                 range(2),
             )
         )
-    ended, end = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        os.read(ended, 1)
-        os._exit(0)
-    both[1].close()  # as its process would by ending
-    message = [memoryview(bytearray(1))] * 2
-    with pytest.raises(RankLostError, match="rank 1, of this node"):
-        both[0].exchange(0, message, message, time.monotonic() + 2)
-    both[0].close()
-    os.close(end)
-    os.close(ended)
-    os.waitpid(child, 0)
+    with forked_child():
+        both[1].close()  # as its process would by ending
+        message = [memoryview(bytearray(1))] * 2
+        with pytest.raises(RankLostError, match="rank 1, of this node"):
+            both[0].exchange(0, message, message, time.monotonic() + 2)
+        both[0].close()
 
 
 EMBEDDED = """

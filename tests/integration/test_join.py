@@ -1,264 +1,49 @@
-"""Ranks leave a training and join it: the ranks that are there have the same bits in every step."""
+"""Ranks leave a job and join it while calls are made in this process; `test_faults` kills some."""
 
-import random
-import signal
-import sys
-import threading
+import gc
 import time
-from collections import defaultdict
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
-from harness.pool import Pool
-from harness.ranks import Ranks
-from reducer.errors import ConfigError, MismatchError, ReductionTimeout
-from tests.integration.calls import ones
-from tests.ranks import Loopback, environments, ranks
-from tests.waits import within_s
+from reducer.errors import ConfigError, MismatchError, RankLostError, ReductionTimeout
+from tests.integration.calls import all_reduce, each, ones
+from tests.ranks import environments, ranks
+from tests.waits import PATIENCE_S, eventually, within_s
 from worker_client.client.bootstrap import connect
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
-
-PATIENCE_S = 60.0
-MODULE = "tests.integration.join_rank"
-
-
-class Training:
-    """A training whose ranks come and go, its reducers, and what the ranks have said."""
-
-    def __init__(self, lab, ranks, pool, workers):
-        self.pool = pool
-        self.present = set(range(workers))  # processes
-        self.steps = defaultdict(dict)  # by step and rank
-        self.latest = {}  # by process
-        self._started = workers
-        self.ended = set()
-        self.missed = False
-        self._lab = lab
-        self._ranks = ranks
-
-    def kill(self, process):
-        self.present.discard(process)
-        self._ranks.kill(process)
-
-    def join(self):
-        self._ranks.start(self._lab, REDUCTION_JOIN="1", PROCESS=str(self._started))
-        self.present.add(self._started)
-        self._started += 1
-
-    def until(self, done):
-        end = time.monotonic() + PATIENCE_S
-        while not done():
-            if time.monotonic() > end:
-                raise self._ranks.stalled(f"{self.present}: {self.latest}")
-            said = self._ranks.hear(0.05)
-            if said is None:
-                continue
-            if said["event"] == "missed":
-                self.missed = True
-            elif said["event"] == "end":
-                self.ended.add(said["process"])
-            else:
-                self.steps[said["step"]][said["rank"]] = self.latest[said["process"]] = said
-
-    def rest(self, seconds):
-        end = time.monotonic() + seconds
-        self.until(lambda: time.monotonic() > end)
-
-    def settle(self, steps=3):
-        """Wait until those that are here have made some steps among themselves."""
-        until = [0]
-
-        def among_themselves():
-            here = [self.latest.get(process) for process in self.present]
-            ranks = {one["rank"] for one in here if one}
-            if any(one is None or set(one["present"]) != ranks for one in here):
-                until[0] = max((one["step"] for one in here if one), default=0) + steps
-                return False
-            return min(one["step"] for one in here if one) >= until[0]
-
-        self.until(among_themselves)
-
-    def all_in_use(self):
-        """Whether every rank that is here uses all reducers."""
-        return all(self.latest[process]["all_in_use"] for process in self.present)
-
-    def finish(self):
-        self._ranks.tell(str(max(self.steps) + 20))
-        self.until(lambda: self.ended >= self.present)
-        self.until(lambda: not self._ranks.running)
-
-    def check(self):
-        """Hold every step against its own ranks, and the last loss against the first."""
-        for step, said in sorted(self.steps.items()):
-            one = next(iter(said.values()))
-            for rank, other in said.items():
-                assert other["digest"] == one["digest"], f"step {step}: {rank} has other weights"
-                assert other["over"] == one["over"], f"step {step}"
-                assert rank in other["over"], f"step {step}: {other['over']}"
-                assert rank in other["named"], f"step {step}: {other['named']}"
-        losses = [next(iter(self.steps[step].values()))["loss"] for step in sorted(self.steps)]
-        assert losses[-1] < 0.7 * losses[0]
-
-
-def run(workers, reducers, action, **settings):
-    with Loopback(workers + reducers) as lab:
-        pool = Pool(lab.hosts[workers:])
-        try:
-            arguments = {"REDUCTION_JOB": "grows", "REDUCTION_TIMEOUT": "40s", **settings}
-            hosts = lab.hosts[:workers]
-            with Ranks(MODULE, hosts, {}, pool.addresses, arguments) as ranks:
-                training = Training(lab, ranks, pool, workers)
-                training.settle()
-                action(training)
-                training.settle()
-                training.finish()
-        finally:
-            pool.stop()
-    training.check()
-    return training
-
-
-@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
-def test_four_ranks_become_three_four_six_and_five():
-    def action(training):
-        training.kill(1)
-        training.settle()
-        training.join()
-        training.settle()
-        for _ in range(2):
-            training.join()
-        training.settle()
-        training.kill(0)
-        training.settle()
-
-    training = run(4, 2, action)
-    sizes = [len(next(iter(said.values()))["over"]) for _, said in sorted(training.steps.items())]
-    found = [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
-    assert found[:3] == [4, 3, 4]
-    assert found[-2:] == [6, 5]
-    assert training.present == {2, 3, 4, 5, 6}
-    latest = training.latest[6]
-    assert latest["changes"][0][1] == [latest["rank"]]
-    assert latest["changes"][-1][2] == [0]
-
-
-@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
-@pytest.mark.parametrize("missed", ["admission", "meeting", "decision"])
-def test_some_have_gone_on_with_a_newcomer_and_others_not_when_a_rank_is_lost(missed):
-    """Rank 1 lacks the admission, or the last result of the meeting with rank 3; rank 2 dies.
-
-    Or no rank that is left has the admission: then rank 3 is not let in, and asks again.
-    """
-
-    def action(training):
-        training.join()
-        training.until(lambda: training.missed)
-        training.rest(0.5)  # the others have it and go on
-        training.kill(2)
-
-    training = run(3, 2, action, MISSES=missed)
-    assert training.latest[3]["present"] == [0, 1, 3]
-
-
-@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
-@pytest.mark.parametrize("seed", range(2))
-def test_ranks_are_lost_while_others_join(seed):
-    rng = random.Random(seed)
-
-    def action(training):
-        for _ in range(4):
-            training.join()
-            training.rest(rng.choice((0.0, 0.5, 1.0, 2.0)))
-            training.kill(rng.choice(sorted(training.present)))
-            training.settle()
-
-    run(4, 2, action)
-
-
-@pytest.mark.extended("test_a_rank_that_is_lost_and_one_that_takes_its_place")
-def test_many_changes_while_reducers_come_and_go():
-    rng = random.Random(0)
-
-    def action(training):
-        for change in range(50):
-            if len(training.present) > 3 and (len(training.present) > 5 or rng.random() < 0.5):
-                training.kill(rng.choice(sorted(training.present)))
-            else:
-                training.join()
-            reducer = change % 2
-            training.pool.end(reducer, signal.SIGKILL)
-            training.pool.start(reducer)
-            training.settle()
-            training.until(training.all_in_use)  # before the other one is killed
-
-    run(4, 2, action)
-
+from worker_client.collectives import broadcast_bytes_from_any
 
 CONTINUE = {"on_rank_lost": "continue", "timeout": "30s"}
 
 
-class Newcomer:
-    """A rank that joins, in a thread of this process."""
-
-    def __init__(self, servers, job, arguments):
-        self.client = None
-        self.error = None
-        defaults = {"servers": servers, "job": job, "join": True, **CONTINUE}
-        self._arguments = {**defaults, **arguments}
-        self.thread = threading.Thread(target=self._run)
-        self.thread.start()
-
-    def _run(self):
-        try:
-            self.client = connect(**self._arguments)
-        except BaseException as error:  # noqa: BLE001 (the test's own thread looks at it)
-            self.error = error
-
-    def end(self):
-        self.thread.join()
-        if self.client is not None:
-            self.client.shutdown()
-
-
 @pytest.fixture
-def newcomers(servers, request):
-    """Make ranks that want to join the test's job."""
-    made = []
+def newcomer(servers, request):
+    """Have ranks join the test's job: the client in a future, or what it raised."""
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
 
-    def make(**arguments):
-        made.append(Newcomer(servers, request.node.name[:100], arguments))
-        return made[-1]
+        def join(**arguments):
+            common = {"servers": servers, "job": request.node.name[:100], "join": True, **CONTINUE}
+            return threads.submit(lambda: stack.enter_context(connect(**{**common, **arguments})))
 
-    yield make
-    for newcomer in made:
-        newcomer.end()
+        yield join
 
 
-def each(clients, what):
-    """What a collective call returns or raises at each rank."""
-
-    def call(client):
-        try:
-            return what(client)
-        except Exception as error:  # noqa: BLE001 (the test looks at it)
-            return error
-
-    with ThreadPoolExecutor(len(clients)) as pool:
-        return list(pool.map(call, clients))
+def admit(clients):
+    return each(clients, lambda client: client.admit())
 
 
-def admit_until(clients, done):
-    """Let the ranks make steps until they report something."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until:
-        found = each(clients, lambda client: client.admit())
-        if done(found):
-            return found
+def let_in(clients, joining):
+    """Make steps until all have let a rank in, at the same one; return all clients."""
+    begun = time.monotonic()
+    while not any(found := admit(clients)):
+        within_s(PATIENCE_S, begun)
         time.sleep(0.02)
-    raise AssertionError(f"it has not come to that: {found}")
+    joined = joining.result(30)
+    assert found == [True] * len(clients)
+    return [*clients, joined]
 
 
 def total(clients, name=None):
@@ -271,61 +56,48 @@ def total(clients, name=None):
     return each(clients, call)
 
 
-def test_calls_of_all_kinds_include_every_rank_that_has_joined(job, newcomers):
+def test_calls_of_all_kinds_include_every_rank_that_has_joined(job, newcomer):
     clients = job(2, **CONTINUE)
     assert total(clients, "named") == [11, 11]
     before = clients[0].calls
     told = []
     clients[1].on_membership(told.append)
-    newcomer = newcomers()
-    admit_until(clients, lambda found: found == [True, True])
-    newcomer.thread.join()
-    assert newcomer.client is not None
-    newcomer.client.on_membership(told.append)
+    everybody = let_in(clients, newcomer())
+    everybody[2].on_membership(told.append)
     assert [(change.present, change.joined, change.lost) for change in told] == [
         ((0, 1, 2), (2,), ())
     ] * 2
-    everybody = [*clients, newcomer.client]
-    assert newcomer.client.admit()  # as the others' that has let it in
-    assert each(everybody, lambda client: client.admit()) == [False] * 3
+    assert everybody[2].admit()  # as the others' that has let it in
+    assert admit(everybody) == [False] * 3
     assert total(everybody) == total(everybody, "named") == [111] * 3
     assert [(client.rank, client.world_size) for client in everybody] == [(0, 3), (1, 3), (2, 3)]
     assert clients[0].calls > before
 
 
-def test_a_rank_that_is_lost_and_one_that_takes_its_place(job, newcomers):
+def test_a_rank_that_is_lost_and_one_that_takes_its_place(job, newcomer):
     clients = job(3, **CONTINUE)
     assert total(clients) == [111] * 3
     clients.pop(1).shutdown()
     assert total(clients) == [101] * 2
-    newcomer = newcomers()
-    admit_until(clients, lambda found: found == [True, True])
-    newcomer.thread.join()
-    assert newcomer.client is not None
-    assert newcomer.client.admit()
-    everybody = [*clients, newcomer.client]
+    everybody = let_in(clients, newcomer())
+    assert everybody[2].admit()
     assert total(everybody) == total(everybody, "named") == [1101] * 3
-    assert newcomer.client.present == clients[0].present == (0, 2, 3)
+    assert everybody[2].present == clients[0].present == (0, 2, 3)
 
 
-def test_a_newcomer_that_gives_up_costs_nothing(job, newcomers):
+def test_a_newcomer_that_gives_up_costs_nothing(job, newcomer):
     clients = job(2, **CONTINUE)
-    each(clients, lambda client: client.admit())
-    newcomers(timeout="1s").thread.join()  # nobody calls admit()
-    newcomer = newcomers()
-    admit_until(clients, lambda found: found == [True, True])
-    newcomer.thread.join()
-    assert newcomer.client is not None
-    assert newcomer.client.admit()
-    everybody = [*clients, newcomer.client]
-    assert total(everybody) == [11 + 10.0**newcomer.client.rank] * 3
+    admit(clients)
+    with pytest.raises(ReductionTimeout, match=r"client\.admit\(\)"):
+        newcomer(timeout="1s").result()  # nobody calls it
+    everybody = let_in(clients, newcomer())
+    assert everybody[2].admit()
+    assert total(everybody) == [11 + 10.0 ** everybody[2].rank] * 3
 
 
-def test_nobody_is_there_to_let_a_rank_in(newcomers):
-    newcomer = newcomers(timeout="1s")
-    newcomer.thread.join()
-    assert isinstance(newcomer.error, ReductionTimeout)
-    assert "client.admit()" in str(newcomer.error)
+def test_nobody_is_there_to_let_a_rank_in(newcomer):
+    with pytest.raises(ReductionTimeout, match=r"client\.admit\(\)"):
+        newcomer(timeout="1s").result()
 
 
 @pytest.mark.parametrize(
@@ -336,29 +108,24 @@ def test_nobody_is_there_to_let_a_rank_in(newcomers):
         ({"hierarchy": "auto"}, "REDUCTION_HIERARCHY"),
     ],
 )
-def test_what_does_not_go_with_joining(newcomers, settings, said):
-    newcomer = newcomers(**settings)
-    newcomer.thread.join()
-    assert isinstance(newcomer.error, ConfigError)
-    assert said in str(newcomer.error)
+def test_what_does_not_go_with_joining(newcomer, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        newcomer(**settings).result()
 
 
-def test_settings_that_differ_are_an_error_of_who_joins_alone(job, newcomers):
+def test_settings_that_differ_are_an_error_of_who_joins_alone(job, newcomer):
     clients = job(2, chunk_bytes="64KiB", **CONTINUE)
-    each(clients, lambda client: client.admit())
+    admit(clients)
     time.sleep(0.5)  # the lobby is open
-    other = newcomers(chunk_bytes="64KiB", wire_dtype="bf16")
+    other = newcomer(chunk_bytes="64KiB", wire_dtype="bf16")
     begun = time.monotonic()
-    while other.thread.is_alive():
-        assert each(clients, lambda client: client.admit()) == [False] * 2
+    while not other.done():
+        assert admit(clients) == [False] * 2
     within_s(5.0, begun)
-    assert isinstance(other.error, MismatchError)
-    assert "REDUCTION_WIRE_DTYPE" in str(other.error)
+    with pytest.raises(MismatchError, match="REDUCTION_WIRE_DTYPE"):
+        other.result()
     assert total(clients) == [11, 11]
-    newcomer = newcomers(chunk_bytes="64KiB", generation=3)  # as of a rank that was restarted
-    admit_until(clients, lambda found: found == [True, True])
-    newcomer.thread.join()
-    assert newcomer.client is not None
+    let_in(clients, newcomer(chunk_bytes="64KiB", generation=3))  # as of a restarted rank
 
 
 def test_a_callback_that_fails_costs_nothing(job, caplog):
@@ -403,3 +170,52 @@ def test_the_example_trains_alike_at_old_ranks_and_new_ones(servers):
         ends = [line for text in running.outputs() for line in text.splitlines() if "ends" in line]
     assert len({line.split("weights")[1] for line in ends}) == 1
     assert len(ends) == 3
+
+
+# -- ranks leave --------------------------------------------------------------------------------
+
+
+def test_a_loss_is_logged_with_those_that_go_on(job, caplog):
+    clients = job(3, on_rank_lost="continue")
+    all_reduce(clients)
+    clients.pop(1).shutdown()
+    for work in [client.all_reduce(ones()) for client in clients]:
+        work.wait(30)
+    said = [one.getMessage() for one in caplog.records if "going on" in one.msg]
+    assert said == [
+        "going on without rank 1; ranks that go on: 0, 2 (numbered from 0 on at the reducers)"
+    ] * len(clients)
+
+
+@pytest.mark.parametrize("roots", [(0, 0), (0, 1), (2, 0)], ids=str)
+def test_a_broadcast_comes_from_the_first_that_is_left(job, roots):
+    """Whichever root the others ask for, as one of them may know already that rank 0 has gone."""
+    clients = job(3, on_rank_lost="continue")
+    all_reduce(clients)
+    clients.pop(0).shutdown()
+    asked = dict(zip(clients, roots, strict=True))
+
+    def ask(client):
+        data = np.full(9, client.rank, np.uint8)
+        return broadcast_bytes_from_any(client, data, asked[client], "it")
+
+    found = each(clients, ask)
+    assert [(list(data), root) for data, root in found] == [([1] * 9, 1)] * 2
+
+
+def test_calls_that_fail_for_want_of_ranks_keep_nothing(job):
+    def failed(client):
+        data = ones()
+        try:
+            client.all_reduce(data).wait(30)
+        except RankLostError:
+            return weakref.ref(data)
+        pytest.fail("it goes on alone")
+
+    clients = job(3, on_rank_lost="continue")
+    all_reduce(clients)
+    last = clients.pop()
+    for client in clients:
+        client.shutdown()
+    there = [failed(last) for _ in range(5)]
+    eventually(lambda: gc.collect() >= 0 and not any(one() is not None for one in there))

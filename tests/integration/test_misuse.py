@@ -1,9 +1,14 @@
-"""Garbage on the port, and clients that are used in ways they are not made for."""
+"""Garbage on the port, and clients that are used in ways they are not made for.
+
+Ranks that are refused a call, interrupted in it, or ask for something else: the next one matches.
+"""
 
 import contextlib
-import multiprocessing
 import socket
+import sys
 import threading
+import time
+import traceback
 
 import numpy as np
 import pytest
@@ -13,14 +18,14 @@ import worker_client
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
+from tests.conftest import joined, local_pool
 from tests.integration.calls import all_reduce, errors_of, ones, process_of
+from tests.interrupts import BoomError, boom_at
 from tests.ranks import environments, ranks
+from tests.waits import within_s
 from worker_client.client.bootstrap import connect
 
-pytestmark = [
-    pytest.mark.usefixtures("impl"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("impl")
 
 
 # -- strangers --------------------------------------------------------------------------------
@@ -134,26 +139,6 @@ def test_shutdown_ends_what_is_in_flight(job):
         clients[0].all_reduce(ones())
 
 
-def _in_child(client, answers):
-    try:
-        client.all_reduce(ones())
-    except LocalProtocolError as error:
-        answers.put(str(error))
-    client.shutdown()
-
-
-def test_a_forked_child_cannot_use_the_client(job):
-    clients = job(2)
-    fork = multiprocessing.get_context("fork")
-    answers = fork.Queue()
-    child = fork.Process(target=_in_child, args=(clients[0], answers))
-    child.start()
-    assert "forked child" in answers.get(timeout=10)
-    child.join(10)
-    assert child.exitcode == 0
-    all_reduce(clients)
-
-
 def test_init_is_idempotent(servers):
     arguments = {"servers": servers, "rank": 0, "world_size": 1, "job": "idempotent"}
     client = worker_client.init(**arguments)
@@ -167,13 +152,16 @@ def test_init_is_idempotent(servers):
     again.shutdown()
 
 
-def test_without_reducers_or_a_process_group_it_says_what_to_do():
+def test_without_reducers_or_a_process_group_it_says_what_to_do(servers, monkeypatch):
     with pytest.raises(ConfigError, match="REDUCTION_SERVERS"):
         connect(rank=0, world_size=2)
     with pytest.raises(ConfigError, match="torchrun"):
         connect(servers="127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"=1 needs init_process_group.* or unset"):
         connect(servers="127.0.0.1:1", embedded=True, rank=0, world_size=2)
+    monkeypatch.setenv("REDUCTION_FALLBACK", "process-group")
+    with pytest.raises(ConfigError, match="init_process_group"):
+        connect(servers=servers, rank=0, world_size=1)
 
 
 def test_a_process_that_was_started_with_others_is_no_job_of_one():
@@ -192,3 +180,117 @@ for start in (worker_client.init, hvd.init):
     environment |= {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "4", "TF_CONFIG": "{}"}
     with ranks([environment], "-c", code) as job:
         assert job.outputs() == ["FLUX_JOB_SIZE='4' of Flux\n" * 2]
+
+
+# -- calls that not all ranks make ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def three(impl):
+    with local_pool(2) as servers, joined(3, servers=servers, timeout="5s") as clients:
+        yield clients
+
+
+def check(clients, calls=20):
+    for call in range(calls):
+        works = [
+            client.all_reduce(np.full(1000, 10.0 * call + client.rank), "sum") for client in clients
+        ]
+        for work in works:
+            assert (work.wait(5) == sum(10.0 * call + client.rank for client in clients)).all()
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "says"),
+    [
+        (np.ones(4, np.int32), {"op": "mean"}, "op='sum'"),
+        (np.ones(4, np.complex64), {}, "complex64"),
+        (np.ones(4), {"op": "median"}, "median"),
+        (np.ones(4), {"timeout": "soon"}, "timeout"),
+        (np.ones(4), {"weight": -1.0}, "weight"),
+        (np.ones(4), {"residual": np.zeros(4)}, "residual"),
+        ("no array", {}, "NumPy array"),
+        ([1.0, 2.0], {}, "NumPy array"),
+    ],
+)
+def test_a_call_that_one_rank_is_refused(three, data, arguments, says):
+    with pytest.raises(ConfigError, match=says) as refused:
+        three[1].all_reduce(data, **arguments)
+    begun = time.monotonic()
+    works = [three[rank].all_reduce(np.ones(4), "sum") for rank in (0, 2)]
+    for error in errors_of(works, within_s=4.0):
+        assert isinstance(error, MismatchError)
+        assert (error.field, error.rank) == ("call", 1)
+        assert str(refused.value)[:40] in str(error)
+    within_s(4.0, begun, "not when the calls time out")
+    check(three)
+
+
+def test_calls_in_flight_around_a_refused_one(three):
+    works = [[], [], []]
+    for call in range(30):
+        for client in three:
+            if call == 11 and client.rank == 2:
+                client.decline(ValueError("it has no batch left"))
+                continue
+            data = np.full(100, float(call))
+            works[client.rank].append((call, client.all_reduce(data, "sum")))
+    for call, work in (one for mine in works for one in mine):
+        if call == 11:
+            with pytest.raises(MismatchError, match="it has no batch left"):
+                work.wait(5)
+        else:
+            assert (work.wait(5) == 3.0 * call).all()
+
+
+def test_an_exception_out_of_a_trace_at_any_line_of_a_call(three):
+    """Wherever it comes in `all_reduce`: the others hear of it, or it counts at no rank."""
+    for line in range(1, 400):
+        work, interrupted, before = None, None, three[1].calls
+        sys.settrace(boom_at(line, after="all_reduce", never_in="none"))
+        try:
+            work = three[1].all_reduce(np.full(8, 1.0), "sum")
+        except BoomError as error:
+            interrupted = traceback.extract_tb(error.__traceback__)[-2].name
+        finally:
+            sys.settrace(None)
+        if three[1].calls == before:  # nothing of it has begun, nor has it called anything
+            assert interrupted in {"all_reduce", "__init__", "begin"}
+            continue
+        others = [three[rank].all_reduce(np.full(8, 1.0), "sum") for rank in (0, 2)]
+        if not interrupted:
+            assert work is not None
+            assert [one.wait(5)[0] for one in (work, *others)] == [3.0] * 3
+            break
+        for other in others:
+            ended = other.future().exception(5)  # or it was on its way in whole
+            assert ended is None or "BoomError" in str(ended)
+        check(three, 1)
+    else:
+        pytest.fail("the call has more lines than were tried")
+
+
+def test_an_exception_at_any_line_of_a_call_with_a_name(three):
+    """It is made, or the others hear that it is not; the next call of the name matches."""
+    for line in range(1, 200):
+        interrupted = False
+        array = np.full(8, 1.0)
+        sys.settrace(boom_at(line, after="_check_named", never_in="decline"))
+        try:
+            three[1].all_reduce(array, "sum", name="it")
+        except BoomError:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        others = [three[rank].all_reduce(np.full(8, 1.0), "sum", name="it") for rank in (0, 2)]
+        for other in others:
+            ended = other.future().exception(5)  # or it was accepted already
+            assert ended is None or "BoomError" in str(ended)
+        while (array == 1.0).all() and ended is None:
+            time.sleep(0.001)  # its own handle is lost
+        works = [client.all_reduce(np.full(8, 2.0), "sum", name="it") for client in three]
+        assert [work.wait(5)[0] for work in works] == [6.0] * 3
+        if not interrupted:
+            break
+    else:
+        pytest.fail("the call has more lines than were tried")

@@ -12,7 +12,7 @@ from torch import nn
 
 from reducer.errors import ConfigError, MismatchError, ReductionError, ReductionTimeout
 from tests.conftest import joined, local_pool
-from tests.integration.calls import process_of
+from tests.integration.calls import each, process_of
 from worker_client import elastic
 from worker_client.client.bootstrap import connect
 from worker_client.client.client import Client
@@ -94,20 +94,18 @@ def outer_steps(rank):
     return rank.outer.state_dict()["fragments"][0]["made"]
 
 
-def each(clients, call):
-    """What a call returns at each rank, all at the same time."""
-    with ThreadPoolExecutor(len(clients)) as threads:
-        return list(threads.map(call, clients))
-
-
 class Expected:
     """The same training by NumPy, all ranks in one place.
 
-    Outer steps as in arXiv 2501.18512: fragments take turns, and are merged after a delay.
+    Outer steps as in arXiv 2501.18512: fragments take turns, and are merged after a delay. With two
+    differences: the mean is of the ranks that take part, weighted by their tokens, and a rank that
+    is left out goes on from where it is.
     """
 
     def __init__(self, ranks, settings):
-        self.settings = {"fragments": 1, "delay": 0, "skipped": 0, **settings}
+        alpha = 0.5 if settings.get("delay") else 0.0
+        defaults = {"fragments": 1, "delay": 0, "skipped": 0, "lr": 0.7, "momentum": 0.9}
+        self.settings = {**defaults, "alpha": alpha, **settings}
         self.models = [layers() for _ in range(ranks)]
         self.own = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
         count = self.settings["fragments"]
@@ -115,47 +113,77 @@ class Expected:
         self.fragments = [
             list(range(4 // count * at, 4 // count * (at + 1))) for at in range(count)
         ]
-        self.outer = [one.detach().numpy().copy() for one in self.models[0].parameters()]
-        self.velocity = [np.zeros_like(one) for one in self.outer]
-        self.due = {}
+        self.outer = [self.parameters(rank) for rank in range(ranks)]
+        self.velocity = [[np.zeros_like(one) for one in outer] for outer in self.outer]
+        self.made = [0] * ranks
+        self.tokens = [0.0] * ranks
+
+    def parameters(self, rank):
+        return [one.detach().numpy().copy() for one in self.models[rank].parameters()]
+
+    def learn(self, rank, step, tokens=0.0):
+        own_step(self.models[rank], self.own[rank], rank, step, 6)
+        self.tokens[rank] += tokens
 
     def train(self, steps):
         every, delay = self.settings["every"], self.settings["delay"]
+        everybody, due = range(len(self.models)), {}
         for step in range(1, steps + 1):
-            for rank, (model, sgd) in enumerate(zip(self.models, self.own, strict=True)):
-                own_step(model, sgd, rank, step - 1, 6)
-            if delay:
-                self.merge(step)
-            for at, fragment in enumerate(self.fragments):
+            for rank in everybody:
+                self.learn(rank, step - 1)
+            if delay and step in due:
+                self.merge(*due.pop(step))
+            for at in range(len(self.fragments)):
                 begins = step % every == (at + 1) * every // len(self.fragments) % every
                 if begins and step != self.settings["skipped"]:
-                    self.due[step + delay] = [(one, self.mean(one)) for one in fragment]
-            if not delay:
-                self.merge(step)
+                    due[step + delay] = self.begin(at, everybody)
+            if not delay and step in due:
+                self.merge(*due.pop(step))
         return self
 
-    def mean(self, which):
-        total = None
-        for model in self.models:  # in the order of ranks
-            delta = self.outer[which] - list(model.parameters())[which].detach().numpy()
-            total = delta if total is None else total + delta
-        return total / F(len(self.models))
+    def begin(self, fragment, members):
+        """Have ranks send what they have learned; return it, for `merge`."""
+        sent = [
+            [
+                outer - own
+                for outer, own in zip(self.outer[rank], self.parameters(rank), strict=True)
+            ]
+            for rank in range(len(self.models))
+        ]
+        return fragment, members, sent, list(self.tokens)
 
     @torch.no_grad()
-    def merge(self, step):
-        momentum, lr = F(self.settings["momentum"]), F(self.settings["lr"])
-        alpha = self.settings.get("alpha", 0.5 if self.settings["delay"] else 0.0)
-        for which, mean in self.due.pop(step, []):
-            self.velocity[which] = self.velocity[which] * momentum + mean
-            self.outer[which] = self.outer[which] - (mean + self.velocity[which] * momentum) * lr
-            for model in self.models:
-                own = list(model.parameters())[which]
-                merged = own.numpy() * F(alpha) + self.outer[which] * F(1 - alpha)
-                own.copy_(torch.from_numpy(merged if alpha else self.outer[which]))
+    def merge(self, fragment, members, sent, tokens, unheard=None):
+        """Have ranks go on with the mean, but for one that does not get it."""
+        momentum, lr, alpha = (F(self.settings[one]) for one in ("momentum", "lr", "alpha"))
+        latest = max(members, key=lambda rank: self.made[rank])
+        total = sum(tokens[rank] for rank in members)
+        weights = {rank: len(members) * tokens[rank] / total if total else 1.0 for rank in members}
+        for which in self.fragments[fragment]:
+            first, *others = (sent[rank][which] * F(weights[rank]) for rank in members)
+            mean = sum(others, first) / F(len(members))  # in the order of ranks
+            before = self.outer[latest][which]
+            velocity = self.velocity[latest][which] * momentum + mean
+            outer = before - (mean + velocity * momentum) * lr
+            for rank in members:
+                own = list(self.models[rank].parameters())[which]
+                if rank == unheard:
+                    own.add_(torch.from_numpy(sent[rank][which]))
+                    continue
+                moved = own.numpy().copy()
+                if self.made[rank] < self.made[latest]:
+                    moved += before - self.outer[rank][which]
+                merged = moved * alpha + outer * (F(1) - alpha)
+                own.copy_(torch.from_numpy(merged if alpha else outer))
+                self.outer[rank][which], self.velocity[rank][which] = outer, velocity
+        made = self.made[latest] + 1
+        for rank in members:
+            self.tokens[rank] -= tokens[rank]
+            self.made[rank] = self.made[rank] if rank == unheard else made
 
-    def outer_state(self):
+    def outer_state(self, rank=0):
         return [
-            b"".join(kept[which].tobytes() for which in fragment)
+            b"".join(kept[rank][which].tobytes() for which in fragment)
             for fragment in self.fragments
             for kept in (self.outer, self.velocity)
         ]

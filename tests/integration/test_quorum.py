@@ -9,20 +9,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
-import torch
 from torch.distributed import HashStore, TCPStore
 
 from reducer.errors import ConfigError, MembershipError, MismatchError, ReductionTimeout
 from tests.conftest import joined, local_pool
-from tests.integration.calls import process_of, until_stopped
+from tests.integration.calls import each, process_of, until_stopped
 from tests.integration.test_outer import (
     INT8,
     WIDE,
-    F,
+    Expected,
     Rank,
-    each,
     layers,
     outer_state,
     outer_steps,
@@ -37,8 +34,6 @@ from worker_client.outer.quorum import Participant
 
 SLOW_LINKS = ROOT / "docs" / "slow-links.md"
 MODULE = "tests.integration.quorum_rank"
-STOPS_IN_A_CONTRIBUTION = "worker.before_send=stop@44"
-STOPS_IN_A_RESULT = "worker.received=stop@44"
 
 
 @contextmanager
@@ -69,20 +64,10 @@ def longest(result):
 
 
 @pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
-def test_a_rank_is_stopped_amid_an_averaging(pool):
-    check_stop(pool, STOPS_IN_A_CONTRIBUTION, "1s")  # the reducers give it up
-
-
-@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
-@pytest.mark.parametrize(
-    ("failpoints", "patience"),
-    [(STOPS_IN_A_CONTRIBUTION, "30s"), (STOPS_IN_A_RESULT, "1s"), (STOPS_IN_A_RESULT, "30s")],
-)
-def test_a_rank_is_stopped_elsewhere_or_given_up_by_the_others(pool, failpoints, patience):
-    check_stop(pool, failpoints, patience)
-
-
-def check_stop(pool, failpoints, patience):
+@pytest.mark.parametrize("failpoints", ["worker.before_send=stop@44", "worker.received=stop@44"])
+@pytest.mark.parametrize("patience", ["1s", "30s"])
+def test_a_rank_is_stopped_amid_a_contribution_or_a_result(pool, failpoints, patience):
+    """The reducers give it up, or the others do."""
     more = {"REDUCTION_PATIENCE": patience, "REDUCTION_CHUNK_BYTES": "64KiB"}
     settings = {"min_ranks": 2, "grace": 2.5, "steps": 60}
     with training(pool, 3, failpoints=failpoints, more=more, **settings) as job:
@@ -152,84 +137,6 @@ def test_one_of_eight_is_stopped_again_and_again(pool, patience):
 # -- in one process -----------------------------------------------------------------------------
 
 
-class Expected:
-    """Averagings by quorum by NumPy, all ranks in one place, of one fragment.
-
-    As in arXiv 2501.18512 with two differences: the mean is over the ranks that take part, weighted
-    by their tokens, and a rank that is left out goes on from where it is.
-    """
-
-    def __init__(self, count, settings):
-        self.settings = {"delay": 0, "alpha": 0.5 if settings.get("delay") else 0.0, **settings}
-        self.models = [layers() for _ in range(count)]
-        self.own = [torch.optim.SGD(one.parameters(), lr=0.1) for one in self.models]
-        first = [one.detach().numpy().copy() for one in self.models[0].parameters()]
-        self.outer = [[one.copy() for one in first] for _ in range(count)]
-        self.velocity = [[np.zeros_like(one) for one in first] for _ in range(count)]
-        self.made = [0] * count
-        self.tokens = [0.0] * count
-
-    def learn(self, rank, step):
-        own_step(self.models[rank], self.own[rank], rank, step, 6)
-        self.tokens[rank] += tokens_of(rank)
-
-    @torch.no_grad()
-    def average(self, begins, members, unheard=None):
-        """Have all ranks learn in a step, and these average after it.
-
-        Args:
-            begins: number of the step.
-            members: whose contributions count.
-            unheard: the one of them that does not get the mean.
-        """
-        alpha, delay = F(self.settings["alpha"]), self.settings["delay"]
-        everybody = range(len(self.models))
-        for rank in everybody:
-            with torch.enable_grad():
-                self.learn(rank, begins)
-        own = [list(model.parameters()) for model in self.models]
-        sent = [
-            [outer - parameter.numpy() for outer, parameter in zip(*both, strict=True)]
-            for both in zip(self.outer, own, strict=True)
-        ]
-        tokens = [self.tokens[rank] for rank in everybody]
-        total = sum(tokens[rank] for rank in members)
-        latest = max(members, key=lambda rank: self.made[rank])
-        common = [one.copy() for one in self.outer[latest]]
-        velocity = [one.copy() for one in self.velocity[latest]]
-        for which in range(len(common)):
-            mean = sum_of([sent[r][which] * F(len(members) * tokens[r] / total) for r in members])
-            mean /= F(len(members))
-            velocity[which] = velocity[which] * F(0.9) + mean
-            common[which] = common[which] - (mean + velocity[which] * F(0.9)) * F(0.7)
-        for step in range(begins + 1, begins + 1 + delay):
-            for rank in everybody:
-                with torch.enable_grad():
-                    self.learn(rank, step)
-        for rank in members:
-            self.tokens[rank] -= tokens[rank]
-            if rank == unheard:
-                for parameter, counted in zip(own[rank], sent[rank], strict=True):
-                    parameter.add_(torch.from_numpy(counted))
-                continue
-            for which, parameter in enumerate(own[rank]):
-                moved = parameter.numpy().copy()
-                if self.made[rank] < self.made[latest]:
-                    moved += self.outer[latest][which] - self.outer[rank][which]
-                merged = moved * alpha + common[which] * (F(1) - alpha)
-                parameter.copy_(torch.from_numpy(merged if alpha else common[which]))
-        for rank in set(members) - {unheard}:
-            self.outer[rank] = [one.copy() for one in common]
-            self.velocity[rank] = [one.copy() for one in velocity]
-        made = self.made[latest] + 1
-        for rank in set(members) - {unheard}:
-            self.made[rank] = made
-
-    def outer_state(self, rank):
-        kept = (self.outer[rank], self.velocity[rank])
-        return [b"".join(one.tobytes() for one in each_of) for each_of in kept]
-
-
 class Impatience:
     """Has ranks wait for others for a moment, or for long, whatever a busy machine does.
 
@@ -246,14 +153,6 @@ class Impatience:
             begin(participant, *arguments, **{**named, "grace_s": 0.1 if self.now else 60.0})
 
         monkeypatch.setattr(Participant, "__init__", choose)
-
-
-def sum_of(arrays):
-    """In the order of ranks, one by one."""
-    total = arrays[0].copy()
-    for one in arrays[1:]:
-        total = total + one
-    return total
 
 
 def tokens_of(rank):
@@ -287,15 +186,22 @@ def test_ranks_and_numpy_have_the_same_bits(pool, monkeypatch, delay):
 
     monkeypatch.setattr(Participant, "complete", lose)
     expected = Expected(3, {"delay": delay})
+
+    def learn(first, end):
+        for rank in range(3):
+            for step in range(first, end):
+                expected.learn(rank, step, tokens_of(rank))
+
     with joined(3, servers=pool, job="quorum", timeout=20) as clients:
         ranks = each(clients, lambda client: Rank(client, settings))
-        for rank in range(3):
-            for step in range(every - 1):
-                expected.learn(rank, step)
+        learn(0, every - 1)
         each(clients, lambda client: train(ranks[client.rank], every - 1))
         for number, (members, lost) in enumerate(AVERAGINGS):
             begins = every * (number + 1) - 1
-            expected.average(begins, members, lost)
+            learn(begins, begins + 1)
+            averaging = expected.begin(0, members)
+            learn(begins + 1, begins + 1 + delay)
+            expected.merge(*averaging, unheard=lost)
             unheard[:] = [] if lost is None else [lost]
             in_time = [client for client in clients if client.rank in members]
             late = [client for client in clients if client.rank not in members]
@@ -304,9 +210,7 @@ def test_ranks_and_numpy_have_the_same_bits(pool, monkeypatch, delay):
                 if group:
                     each(group, lambda client: train(ranks[client.rank], begins + every))  # noqa: B023
             assert not unheard
-            for rank in range(3):
-                for step in range(begins + 1 + delay, begins + every):
-                    expected.learn(rank, step)
+            learn(begins + 1 + delay, begins + every)
             found = [outer_state(rank) for rank in ranks]
             assert found == [expected.outer_state(rank) for rank in range(3)], number
             made = [outer_steps(rank) for rank in ranks]

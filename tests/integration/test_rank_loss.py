@@ -147,24 +147,6 @@ def test_a_rank_that_stops_does_not_disturb_the_next_generation(job):
         late.end()
 
 
-@pytest.mark.extended_cases("5.0")
-@pytest.mark.parametrize("seconds", [2.0, 5.0])
-def test_a_rank_that_stops_is_waited_for_if_the_job_is_patient(seconds, monkeypatch):
-    monkeypatch.setenv("REDUCTION_PATIENCE", f"{2 * seconds:g}s")
-    with Loopback(5) as lab:
-        servers = [reducer.address for reducer in pool.start(lab.hosts[3:])]
-        with Job(lab, lab.hosts[:3], servers) as job:
-            job.begin(rank_loss.ELEMENTS)
-            assert job.wait_for_steps(3, 10)
-            job.ranks[1].signal(signal.SIGSTOP)
-            time.sleep(seconds)  # nobody may notice
-            job.ranks[1].signal(signal.SIGCONT)
-            assert job.wait_for_steps(job.done + 10, 10)
-            assert [told.failure for told in job.told] == [None] * 3
-            assert [told.losses for told in job.told] == [[]] * 3
-            assert all(step.wrong == 0 for told in job.told for step in told.steps)
-
-
 # -- a launcher starts the job again --------------------------------------------------------------
 
 

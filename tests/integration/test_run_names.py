@@ -6,21 +6,39 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from torch.distributed import TCPStore
 
-from reducer.errors import ConfigError, MembershipError, StaleGenerationError
+from reducer.errors import (
+    ConfigError,
+    MembershipError,
+    MismatchError,
+    RankLostError,
+    StaleGenerationError,
+)
 from tests.conftest import joined, local_pool
-from tests.ranks import SETTINGS
+from tests.integration.calls import all_reduce
+from tests.ranks import SETTINGS, environments, ranks
+from tests.waits import within_s
 from worker_client.client.bootstrap import connect
 
 PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 TWO = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}
 HELD = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 TASK = {"cluster": {"worker": ["localhost:1", "localhost:2"]}, "task": {"type": "worker"}}
-NAME = "import worker_client; spec = worker_client.init().spec; print(spec.job, spec.run)"
+NAMES = """
+import subprocess, sys, worker_client
+path, *others = sys.argv[1:]
+for other in others:
+    subprocess.run(["mount", "--bind", other, path], check=True)
+    client = worker_client.init()
+    print(client.spec.job, client.spec.run)
+    client.shutdown()
+"""
 
 
 def tell(monkeypatch, variables):
@@ -89,71 +107,179 @@ def test_who_joins_under_torchrun_names_the_job(no_settings, monkeypatch):
         connect(servers=("127.0.0.1:1",), on_rank_lost="continue")
 
 
-@pytest.mark.parametrize("other", [{"MASTER_PORT": "2"}, {"TORCHELASTIC_RESTART_COUNT": "1"}])
-def test_runs_of_one_name_are_told_apart(no_settings, monkeypatch, other):
-    tell(monkeypatch, {**PLACE, **TWO, "REDUCTION_JOB": "train", "REDUCTION_GENERATION": "1"})
-    with local_pool(1) as servers, connect(servers=servers):
-        tell(monkeypatch, {**other, "RANK": "1"})
-        with pytest.raises(StaleGenerationError, match="another REDUCTION_JOB"):
-            connect(servers=servers, connect_timeout="1s")
+NAMED = {**PLACE, **TWO, "REDUCTION_JOB": "train", "REDUCTION_GENERATION": "1"}
+AT_A_TASK = {"TF_CONFIG": json.dumps(TASK), "REDUCTION_JOB": "train"}
+ELSEWHERE = {
+    "cluster": {"worker": ["localhost:3", "localhost:4"]},
+    "task": {"type": "worker", "index": 1},
+}
 
 
-def test_runs_of_one_name_at_different_tasks_are_told_apart(no_settings, monkeypatch):
-    tell(monkeypatch, {"TF_CONFIG": json.dumps(TASK), "REDUCTION_JOB": "train"})
-    with local_pool(1) as servers, connect(servers=servers):
-        cluster = {"worker": ["localhost:3", "localhost:4"]}
-        task = {"cluster": cluster, "task": {"type": "worker", "index": 1}}
-        monkeypatch.setenv("TF_CONFIG", json.dumps(task))
-        with pytest.raises(StaleGenerationError, match="another REDUCTION_JOB"):
-            connect(servers=servers, connect_timeout="1s")
-
-
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts files of /etc: needs root"
+@pytest.mark.parametrize(
+    ("told", "other"),
+    [
+        (NAMED, {"MASTER_PORT": "2", "RANK": "1"}),
+        (NAMED, {"TORCHELASTIC_RESTART_COUNT": "1", "RANK": "1"}),
+        (AT_A_TASK, {"TF_CONFIG": json.dumps(ELSEWHERE)}),
+    ],
+    ids=["another port", "another start", "other tasks"],
 )
+def test_runs_of_one_name_are_told_apart(no_settings, monkeypatch, told, other):
+    tell(monkeypatch, told)
+    with local_pool(1) as servers, connect(servers=servers):
+        tell(monkeypatch, other)
+        with pytest.raises(StaleGenerationError, match="another REDUCTION_JOB"):
+            connect(servers=servers, connect_timeout="1s")
+
+
+MOUNTS = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts files: needs root"
+)
+
+
+@MOUNTS
 @pytest.mark.parametrize("named", [{"TORCHELASTIC_RUN_ID": "100"}, {"REDUCTION_JOB": "train"}])
 def test_clusters_whose_places_are_called_alike_do_not_meet(tmp_path, named):
     """Each has a machine of this name, where its torchrun listens at this port."""
     one = listen("127.0.0.1")
     two = listen("127.0.0.2", one.port)
-    runs = []
-    with local_pool(1) as servers:
-        place = {"MASTER_ADDR": "head", "MASTER_PORT": str(one.port), "LOCAL_WORLD_SIZE": "1"}
-        told = {**TWO, **HELD, **place, **named, "REDUCTION_SERVERS": servers[0]}
-        for cluster in (one, two):
-            (tmp_path / "hosts").write_text(f"{cluster.host} head\n")
-            runs.append(run_beside("/etc/hosts", tmp_path / "hosts", told))
-    assert runs[0] != runs[1]
+    files = [tmp_path / "one", tmp_path / "two"]
+    for cluster, file in zip((one, two), files, strict=True):
+        file.write_text(f"{cluster.host} head\n")
+    place = {"MASTER_ADDR": "head", "MASTER_PORT": str(one.port), "LOCAL_WORLD_SIZE": "1"}
+    first, second = runs_beside("/etc/hosts", files, {**TWO, **HELD, **place, **named})
+    assert first != second
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a boot's number: needs root"
-)
+@MOUNTS
 def test_machines_made_from_one_image_do_not_meet(tmp_path):
     """They have the same names and the same numbers of namespaces, but boot for themselves."""
-    runs = {}
+    files = [tmp_path / "one", tmp_path / "two"]
+    for file in files:
+        file.write_text(file.name)
+    told = {**PLACE, **TWO, "REDUCTION_JOB": "train"}
+    path = "/proc/sys/kernel/random/boot_id"
+    first, second, again = runs_beside(path, [*files, files[0]], told)
+    assert first == again != second
+
+
+def runs_beside(path, others, told):
+    """Join a job where other files are mounted at a path, and return its name and its run there."""
     with local_pool(1) as servers:
-        told = {**PLACE, **TWO, "REDUCTION_JOB": "train", "REDUCTION_SERVERS": servers[0]}
-        for machine in ("one", "two", "one"):
-            (tmp_path / machine).write_text(machine)
-            run = run_beside("/proc/sys/kernel/random/boot_id", tmp_path / machine, told)
-            runs.setdefault(machine, set()).add(run)
-    assert len(runs["one"]) == 1
-    assert runs["one"] != runs["two"]
-
-
-def run_beside(path, other, told):
-    """Join a job where another file is mounted at a path, and return its name and its run."""
-    script = 'mount --bind "$0" "$1" && shift && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", script, other, path, sys.executable, "-c", NAME]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **SETTINGS, **told},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        done = subprocess.run(
+            ["unshare", "--mount", sys.executable, "-c", NAMES, path, *others],
+            env={**os.environ, **SETTINGS, "REDUCTION_SERVERS": servers[0], **told},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     if "mount" in done.stderr:
         pytest.skip("the kernel refuses mounts")
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
+
+
+# -- ranks of another run, or with other settings ---------------------------------------------
+
+
+def test_a_run_without_a_name_is_told_to_take_one(no_settings, impl):
+    with (
+        local_pool(1) as servers,
+        pytest.raises(ConfigError, match="REDUCTION_JOB=NAME, the same at every rank"),
+    ):
+        connect(rank=0, world_size=2, servers=servers)
+
+
+def test_a_job_of_one_needs_no_name(no_settings, impl):
+    with local_pool(1) as servers:
+        for _ in range(2):
+            with connect(rank=0, world_size=1, servers=servers) as client:
+                assert client.all_reduce(np.ones(3), "sum").wait(5).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_process_of_an_earlier_run_is_not_met(impl):
+    """Its rank 0 was killed before its first call; its rank 1 has yet to call."""
+    code = "import sys, worker_client; worker_client.init(); print(flush=True); sys.stdin.read()"
+    with local_pool(2) as servers:
+        (told, _) = environments(2, servers, REDUCTION_JOB="train")
+        told = {name: text for name, text in told.items() if not name.startswith("MASTER_")}
+        with (
+            ranks([told], "-c", code, talk=True) as (killed,),
+            connect(rank=1, world_size=2, servers=servers, job="train", timeout="5s") as old,
+        ):
+            killed.stdout.readline()
+            killed.kill()
+            killed.wait()
+            with pytest.raises(StaleGenerationError, match="still has ranks 1 of another run"):
+                connect(rank=0, world_size=2, servers=servers, job="train", connect_timeout="3s")
+            with pytest.raises(RankLostError):
+                old.all_reduce(np.ones(3), "sum").wait(5)
+        with joined(2, servers=servers, job="train") as both:
+            all_reduce(both)
+
+
+def test_an_earlier_run_that_ends_soon_is_waited_for(impl):
+    with local_pool(1) as servers, ThreadPoolExecutor(2) as pool:
+        common = {"world_size": 2, "servers": servers, "job": "again"}
+        old = connect(rank=1, **common)
+        connect(rank=0, **common).shutdown()
+        joining = pool.submit(connect, rank=0, **common)
+        time.sleep(0.5)
+        assert not joining.done()
+        old.shutdown()
+        with joining.result(5) as zero, connect(rank=1, **common) as one:
+            all_reduce([zero, one])
+
+
+@pytest.mark.usefixtures("impl")
+@pytest.mark.extended_cases(
+    "compiled-wire_dtype-values1",
+    "compiled-wire_dtype-values2",
+    "compiled-fusion_threshold",
+    "compiled-servers-values6",
+)
+@pytest.mark.parametrize(
+    ("variable", "values", "said"),
+    [
+        ("wire_dtype", ("none", "bf16"), ("none", "bf16")),
+        ("wire_dtype", ("bf16", "fp16"), ("bf16", "fp16")),
+        ("wire_dtype", ("int8", "bf16"), ("int8", "bf16")),
+        ("chunk_bytes", ("256KiB", "64KiB"), ("262144", "65536")),
+        ("fusion_threshold", ("2MiB", "1MiB"), ("2097152", "1048576")),
+        ("servers", (slice(2), slice(1)), ("2", "1")),
+        ("servers", (slice(2), slice(None, None, -1)), ("0", "1")),
+    ],
+)
+def test_ranks_of_other_settings_learn_it_at_once(variable, values, said):
+    with local_pool(2) as servers, ThreadPoolExecutor(2) as pool:
+
+        def call(rank):
+            value = values[rank]
+            settings = {variable: servers[value] if variable == "servers" else value}
+            common = {"world_size": 2, "servers": servers, "job": "settings"}
+            with (  # noqa: PT012 (it comes when a rank joins, or with its first call)
+                pytest.raises(MismatchError) as error,
+                connect(rank=rank, **{**common, **settings}) as client,
+            ):
+                time.sleep(0.3)  # the other has tried by now
+                client.all_reduce(np.ones(3), "sum").wait()
+            return error.value
+
+        begun = time.monotonic()
+        for error in pool.map(call, range(2)):
+            assert f"REDUCTION_{variable.upper()}" in str(error)
+            assert all(f"says {value}" in str(error) for value in said)
+            assert {error.rank, error.other_rank} == {0, 1}
+            assert variable != "wire_dtype" or error.field == "REDUCTION_WIRE_DTYPE"
+        within_s(5.0, begun)
+
+
+@pytest.mark.parametrize(("field", "value"), [("chunk_bytes", "64KiB"), ("world_size", 3)])
+def test_settings_must_agree(servers, field, value):
+    common = {"servers": servers, "job": f"settings-{field}", "world_size": 2}
+    with (
+        connect(rank=0, **common),
+        pytest.raises(MismatchError, match="rank 0 says") as error,
+    ):
+        connect(rank=1, **{**common, field: value})
+    assert (error.value.field, error.value.rank, error.value.other_rank) == (field, 0, 1)

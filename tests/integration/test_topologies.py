@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from harness import block8_oracle
-from reducer import kernels
 from reducer.errors import LocalProtocolError, RankLostError, ReducerLostError, ReductionError
 from reducer.runtime import implementation
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import DType
 from tests.conftest import joined, reducer_here
 from tests.integration.calls import reduced
 from tests.waits import eventually
@@ -22,12 +21,13 @@ from worker_client.runtime import implementation as workers
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
 
 
-def check_bits(clients, count, step=0):
+def check_bits(clients, count, step=0, *, blocks=False):
     rows = [np.random.default_rng([step, client.rank]).standard_normal(count) for client in clients]
     rows = [row.astype(np.float32) for row in rows]
-    expected = np.empty(count, np.float32)
-    sources = [row.copy().view(np.uint8) for row in rows]
-    kernels.select("numpy").reduce(sources, expected.view(np.uint8), DType.FLOAT32, ReduceOp.MEAN)
+    if blocks:
+        expected = block8_oracle.reduced(rows, mean=True)
+    else:
+        expected = sum(rows[1:], rows[0]) / np.float32(len(rows))  # in the order of ranks
     for result in reduced(clients, rows):
         assert result.tobytes() == expected.tobytes()
 
@@ -91,29 +91,16 @@ def beside(servers, impl, wire_dtype=None):
         yield [stack.enter_context(client) for client in pool.map(join, range(len(servers)))]
 
 
-@pytest.mark.extended_cases("1-plain", "2-plain")
+@pytest.mark.extended_cases("bits-1-plain", "bits-2-plain", "blocks-1-plain", "blocks-2")
 @pytest.mark.parametrize("impl", implementation.NAMES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_reducer_in_the_same_process(impl, threads):
+@pytest.mark.parametrize("wire_dtype", [None, DType.BLOCK8], ids=["bits", "blocks"])
+def test_a_reducer_in_the_same_process(impl, threads, wire_dtype):
     with ExitStack() as stack:
         servers = [stack.enter_context(reducer_here(impl=impl, threads=threads)) for _ in range(3)]
-        with beside(servers, impl) as clients:
-            for count in SIZES:
-                check_bits(clients, count)
-
-
-@pytest.mark.extended_cases("plain")
-@pytest.mark.parametrize("impl", implementation.NAMES)
-def test_blocks_for_a_reducer_in_the_same_process(impl):
-    with ExitStack() as stack:
-        servers = [stack.enter_context(reducer_here(impl=impl)) for _ in range(3)]
-        with beside(servers, impl, DType.BLOCK8) as clients:
-            for count in (100_003, 3_000_001):
-                given = [np.random.default_rng(rank).standard_normal(count) for rank in range(3)]
-                given = [values.astype(np.float32) for values in given]
-                expected = block8_oracle.reduced(given, mean=True)
-                for result in reduced(clients, given):
-                    assert result.tobytes() == expected.tobytes()
+        with beside(servers, impl, wire_dtype) as clients:
+            for count in SIZES[4:] if wire_dtype else SIZES:
+                check_bits(clients, count, blocks=bool(wire_dtype))
 
 
 def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket():

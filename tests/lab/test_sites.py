@@ -20,7 +20,7 @@ def sites(*options):
     return run_command(sys.executable, "-m", "bench.sites", *options, cwd=ROOT, timeout=540)
 
 
-@pytest.mark.extended("tests/integration/test_elastic.py", "tests/worker_client/test_outer.py")
+@pytest.mark.extended("tests/integration/test_faults.py", "tests/worker_client/test_outer.py")
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("namespaces")
 def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path):
