@@ -11,19 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_command
+
 ROOT = Path(__file__).parent.parent
 DEMANDS = ROOT / ".ci" / "demands.py"
 MODULE = runpy.run_path(str(DEMANDS))
 
 
 def demanded(*paths):
-    done = subprocess.run(
-        [sys.executable, str(DEMANDS)],
-        input="\n".join(paths),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_command(sys.executable, DEMANDS, input="\n".join(paths))
+    assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
 
@@ -79,8 +76,7 @@ def test_everything_fits_into_the_budget():
 
 @pytest.mark.parametrize("arguments", [["--since", "no-such-commit"], ["--all"]])
 def test_what_it_cannot_understand_runs_nothing(arguments):
-    command = ["bash", str(ROOT / ".ci" / "run"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_command("bash", ROOT / ".ci" / "run", *arguments, timeout=60)
     assert done.returncode == 2
     assert done.stderr
     assert "make" not in done.stdout
@@ -98,14 +94,8 @@ def test_what_failed_and_the_closing_lines_are_printed_last(tmp_path):
         "esac\n"
     )
     (tmp_path / "make").chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(ROOT / ".ci" / "run"), "--full"],
-        env={**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = run_command("bash", ROOT / ".ci" / "run", "--full", env=environment, timeout=60)
     assert done.returncode == 1
     targets = len(MODULE["EVERYTHING"])
     assert (
@@ -157,39 +147,32 @@ def look_again(folder, body, name="tests/test_once.py", files=1, log=RAN):
     return status, len((folder / "runs").read_text()), kept.read_text() if kept.exists() else ""
 
 
-@pytest.mark.extended_cases(
-    "crash", "hang", "wrong as well", "guarantee", "stopped", "many", "skipped", "late again"
-)
-@pytest.mark.parametrize(
-    ("body", "others"),
-    [
-        ("if first: os.kill(os.getpid(), signal.SIGSEGV)", {}),
-        ("if first: time.sleep(60)", {}),  # until pytest-timeout ends it
-        ("assert not first, 'a wrong bit'", {}),
-        (f"{LATE}\n\n@pytest.fixture(autouse=True)\ndef wrong():\n    yield\n    assert False", {}),
-        (LATE, {"name": "tests/sim/test_once.py"}),
-        (LATE, {"log": RAN.replace("Error 1", "Error 2")}),
-        ("eventually(lambda: len(runs.read_text()) > 4, 0.01)", {"files": 4}),
-        ("if first: eventually(lambda: False, 0.01)\n    pytest.skip('not now')", {}),
-        ("eventually(lambda: runs.read_text() == 'xx', 0.01)", {}),
-    ],
-    ids=[
-        "crash",
-        "hang",
-        "wrong",
-        "wrong as well",
-        "guarantee",
-        "stopped",
-        "many",
-        "skipped",
-        "late again",
-    ],
-)
-def test_what_fails_at_once(body, others, tmp_path):
+# What the test does that is not looked at again, and what else is so.
+AT_ONCE = {
+    "wrong": ("assert not first, 'a wrong bit'", {}),
+    "crash": ("if first: os.kill(os.getpid(), signal.SIGSEGV)", {}),
+    "hang": ("if first: time.sleep(60)", {}),  # until pytest-timeout ends it
+    "late and wrong": (
+        f"{LATE}\n\n@pytest.fixture(autouse=True)\ndef wrong():\n    yield\n    assert False",
+        {},
+    ),
+    "guarantee": (LATE, {"name": "tests/sim/test_once.py"}),
+    "stopped": (LATE, {"log": RAN.replace("Error 1", "Error 2")}),
+    "many": ("eventually(lambda: len(runs.read_text()) > 4, 0.01)", {"files": 4}),
+    "skipped": ("if first: eventually(lambda: False, 0.01)\n    pytest.skip('not now')", {}),
+    "late again": ("eventually(lambda: runs.read_text() == 'xx', 0.01)", {}),
+}
+
+
+@pytest.mark.extended_cases(*(case for case in AT_ONCE if case != "wrong"))
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_what_fails_at_once(case, tmp_path):
+    body, others = AT_ONCE[case]
     status, runs, kept = look_again(tmp_path, body, **others)
     assert status == 1
     assert not kept
-    assert runs <= 3 if "skip" in body or "xx" in body else runs == others.get("files", 1)
+    looked_again = case in {"skipped", "late again"}
+    assert runs <= 3 if looked_again else runs == others.get("files", 1)
 
 
 def test_a_limit_of_time_has_a_second_look_and_a_place_in_the_list(tmp_path):
@@ -219,11 +202,9 @@ def test_a_skip_for_want_of_a_tool_is_a_failure_where_tools_are_installed(requir
         "def test_a(): pytest.skip('needs `iperf3`: make test-tools')\n"
         "def test_b(): pytest.skip('this CPU cannot')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "tests.verdicts", "-q", str(tmp_path)]
+    command = (sys.executable, "-m", "pytest", "-p", "tests.verdicts", "-q", tmp_path)
     environment = {**os.environ, "REQUIRE_TOOLS": required, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_command(*command, cwd=tmp_path, env=environment)
     assert done.returncode == bool(required)
     assert ("1 failed, 1 skipped" if required else "2 skipped") in done.stdout
 
@@ -231,9 +212,13 @@ def test_a_skip_for_want_of_a_tool_is_a_failure_where_tools_are_installed(requir
 def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path):
     """In a repository of its own, with a stand-in for `make`."""
 
+    def succeed(*command, **options):
+        done = run_command(*command, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def git(*arguments):
-        command = ["git", "-C", str(tmp_path), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        succeed("git", "-C", tmp_path, *arguments)
 
     git("init", "-q")
     git("config", "user.email", "a@example.org")
@@ -245,14 +230,10 @@ def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "make").write_text("#!/bin/sh\necho '=== 1 passed in 0.01s ==='\n")
     (tmp_path / "bin" / "make").chmod(0o755)
-    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
 
     def run(*arguments):
-        command = ["bash", str(tmp_path / ".ci" / "run"), *arguments]
-        environment = {**os.environ, "PATH": path}
-        return subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        ).stdout
+        return succeed("bash", tmp_path / ".ci" / "run", *arguments, env=environment)
 
     (tmp_path / ".ci" / "passed").write_text("# none\n")
     git("add", "-A")
@@ -271,10 +252,7 @@ def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path):
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs git's list of files")
 def test_every_row_is_of_something():
-    found = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    files = found.stdout.splitlines()
+    files = run_command("git", "ls-files", cwd=ROOT).stdout.splitlines()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     for patterns, demands in MODULE["DEMANDS"]:
         for pattern in patterns.split():

@@ -2,12 +2,13 @@
 
 import ast
 import re
-import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_command
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("reducer", "worker_client")
@@ -66,8 +67,7 @@ def imported(path):
 
 
 def test_import_contracts():
-    command = [str(Path(sys.executable).with_name("lint-imports"))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_command(Path(sys.executable).with_name("lint-imports"), cwd=ROOT)
     assert done.returncode == 0, done.stdout
 
 
@@ -144,12 +144,9 @@ def test_such_code_is_found(source):
 
 
 def test_the_linter_finds_such_code_too():
-    ruff = str(Path(sys.executable).with_name("ruff"))
-    command = [ruff, "check", "--output-format", "concise", "--stdin-filename", "reducer/x.py", "-"]
-    source = "\n".join(LINTED.values())
-    done = subprocess.run(
-        command, cwd=ROOT, input=source, capture_output=True, text=True, check=False
-    )
+    ruff = Path(sys.executable).with_name("ruff")
+    check = ("check", "--output-format", "concise", "--stdin-filename", "reducer/x.py", "-")
+    done = run_command(ruff, *check, cwd=ROOT, input="\n".join(LINTED.values()))
     assert not [rule for rule in LINTED if f" {rule} " not in done.stdout]
 
 
@@ -190,18 +187,21 @@ def test_compiled_modules_keep_to_their_floor():
         assert "getenv" not in text, path
 
 
+def loaded_by(code):
+    """Return the packages that an interpreter has loaded after this code."""
+    done = run_command(sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)")
+    assert done.returncode == 0, done.stderr
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
 def test_importing_the_client_loads_nothing_heavy():
-    code = "import sys, worker_client; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {name.partition(".")[0] for name in done.stdout.split()} & HEAVY
+    assert not loaded_by("import worker_client") & HEAVY
 
 
 def test_using_a_client_needs_no_framework():
     code = (
-        "import sys, numpy; from reducer import local_pool; from worker_client import init\n"
+        "import numpy; from reducer import local_pool; from worker_client import init\n"
         "with local_pool(1) as servers, init(servers=servers, rank=0, world_size=1) as client:\n"
         "    client.all_reduce(numpy.ones(3)).wait()\n"
-        "print(*sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {name.partition(".")[0] for name in done.stdout.split()} & FRAMEWORKS
+    assert not loaded_by(code) & FRAMEWORKS

@@ -73,10 +73,10 @@ def test_all_reduces_are_compared_and_reported(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     file, page = tmp_path / "found.json", tmp_path / "report.html"
-    bench("bench.report", file, "-o", page)
+    report.main([file], page)
     assert "pool-1" in page.read_text()
     assert "no network card limits them" in page.read_text()
-    bench("bench.report", file, "-o", tmp_path / "report.md")
+    report.main([file], tmp_path / "report.md")
     assert (tmp_path / "report-pictures" / "1.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -132,13 +132,7 @@ def test_soak(tmp_path):
     assert all(sample.rss > 0 and sample.files > 0 for sample in soak.samples)
     assert "over the second half at most" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
-    bench("bench.report", file, "-o", tmp_path / "report.html")
-
-
-def test_what_cannot_be_measured_is_said(tmp_path):
-    done = run("bench.report", tmp_path / "nothing.json")
-    assert done.returncode == 1
-    assert "is no result of these benchmarks" in done.stderr
+    report.main([file], tmp_path / "report.html")
 
 
 @pytest.mark.extended("test_all_reduces_are_compared")

@@ -1,6 +1,7 @@
 """The short run of all benchmarks; here only which commands it runs."""
 
 import shlex
+import sys
 from importlib import import_module
 
 import pytest
@@ -39,6 +40,7 @@ def test_what_fails_or_cannot_run_is_said_and_the_rest_goes_on(
             short.Path(word).touch()
         return 0
 
+    monkeypatch.setattr(sys, "argv", ["bench"])  # it has no options of pytest's
     monkeypatch.setattr(short, "RESULTS", tmp_path)
     monkeypatch.setattr(short, "run", run)
     monkeypatch.setattr(short, "why_unshaped", lambda: obstacle)

@@ -1,9 +1,6 @@
 """What values make of the Helm chart, as differences to what its defaults make of it.
 
-    python -m tests.containers.chart
-
-writes `chart.json`, in which each place that differs has both values; of what is not there, null.
-Review the differences of `chart.json` after each run: a test compares it byte for byte.
+In `chart.json` each place that differs has both values; of what is not there, null.
 """
 
 import json
@@ -16,42 +13,9 @@ from tests.commands import run_command
 from tests.containers.manifests import DOCKER, POOL, command, kustomized, read, yaml
 
 CHART = DOCKER / "helm/reducer"
-GOLDEN = Path(__file__).with_name("chart.json")
 NAMESPACE = "reduction-server"
-DIFFERENT = {
-    "replicas": 3,
-    "image": {"repository": "host:5000/reducer", "tag": "9.8.7", "pullSecrets": [{"name": "host"}]},
-    "keysSecret": "other-keys",
-    "memoryGiB": 2,
-    "threads": 4,
-    # One of each kind that a reducer's command takes.
-    "settings": {
-        "job_memory_limit": "512MiB",
-        "max_connections": 1000000,
-        "drain_timeout": "1.5s",
-        "kernel": "generic",
-        "cpus": "0",
-        "log_format": "json",
-    },
-    "terminationGracePeriodSeconds": 60,
-    "podAnnotations": {"k8s.v1.cni.cncf.io/networks": "fast", "prometheus.io/port": "1"},
-    "nodeSelector": {"pool": "reducers"},
-    "tolerations": [{"key": "reducers", "operator": "Exists", "effect": "NoSchedule"}],
-    "affinity": {"nodeAffinity": {}},
-    "priorityClassName": "high",
-    "networkPolicy": {
-        "workers": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
-        "monitoring": [{"podSelector": {"matchLabels": {"app": "prometheus"}}}],
-    },
-    "podMonitor": {"enabled": True, "labels": {"release": "watch"}, "interval": "30s"},
-    "prometheusRule": {"enabled": True, "labels": {"release": "watch"}},
-}
-OF_THE_HOST = {
-    "hostNetwork": True,
-    "networkPolicy": {"enabled": False},
-    "resources": {"requests": {"cpu": 8, "memory": "64Gi"}},
-    "image": {"digest": f"sha256:{'0123456789abcdef' * 4}"},
-}
+VALUES = yaml.safe_load(Path(__file__).with_name("values.yaml").read_text())
+DIFFERENT = VALUES["different"]
 
 
 def of_the_docs():
@@ -62,7 +26,7 @@ def of_the_docs():
 # Values, and the name of the release.
 CASES = {
     "different": (DIFFERENT, "reducer"),
-    "host": (OF_THE_HOST, "reducer"),
+    "host": (VALUES["host"], "reducer"),
     "docs": (of_the_docs(), "reducer"),
     "annotated": ({"podAnnotations": {"prometheus.io/scrape": "false"}}, "reducer"),
     "another release": ({"podMonitor": {"enabled": True}}, "other"),
@@ -131,7 +95,3 @@ def written():
     cases |= {name: differences(render(), render(*case)) for name, case in CASES.items()}
     lines = json.dumps(cases, indent=0)
     return re.sub(r"\[\n(.*),\n(.*)\n\]", r"[\1, \2]", lines) + "\n"
-
-
-if __name__ == "__main__":
-    GOLDEN.write_text(written())

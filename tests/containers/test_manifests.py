@@ -226,7 +226,7 @@ def test_probes_ask_where_reducers_answer():
         assert f"--keys={keys['mountPath']}" in container["args"]
 
 
-def test_workers_of_a_jobset_know_its_reducers_by_name():
+def test_workers_of_a_jobset_know_its_reducers_and_the_trainers_job_its_runtime_by_name():
     jobset = read("kubernetes/job/jobset.yaml")
     name, spec = jobset["metadata"]["name"], jobset["spec"]
     reducers, workers = spec["replicatedJobs"]
@@ -238,9 +238,6 @@ def test_workers_of_a_jobset_know_its_reducers_by_name():
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert env["REDUCTION_SERVERS"].split(",") == addresses
     assert int(env["PET_NNODES"]) == workers["template"]["spec"]["completions"]
-
-
-def test_the_trainers_job_names_the_runtime():
     runtime = read("kubernetes/kubeflow/runtime.yaml")["metadata"]["name"]
     assert read("kubernetes/kubeflow/trainjob.yaml")["spec"]["runtimeRef"]["name"] == runtime
 
@@ -297,9 +294,3 @@ def test_compose_observes_its_reducers():
     home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert mounted[home] == DOCKER / "grafana/reducers.json"
     assert str(Path(home).parent) == provider["options"]["path"]
-
-
-def test_both_images_name_the_version_that_they_hold():
-    for name in ("reducer", "worker"):
-        dockerfile = (DOCKER / f"{name}.Dockerfile").read_text()
-        assert f"ARG VERSION={reducer.__version__}\n" in dockerfile

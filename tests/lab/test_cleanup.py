@@ -129,13 +129,6 @@ def test_the_end_of_the_block_ends_everything(kind, failure):
     assert process.stdout.closed
 
 
-def test_a_killed_benchmark_leaves_nothing(kind):
-    with owner(kind) as benchmark:
-        assert alive(benchmark.family) == benchmark.family
-        benchmark.process.kill()
-        until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
-
-
 def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(namespaces):
     with Lab(1) as lab:
         script = "env -i setsid sleep 1000 & echo $!"
@@ -148,20 +141,20 @@ def test_a_process_that_sheds_environment_and_session_still_ends_with_its_host(n
     assert alive([pid]) == []
 
 
-def test_a_forked_child_of_a_killed_benchmark_does_not_keep_its_lab(kind):
-    with owner(kind, "fork") as benchmark:
-        benchmark.process.kill()
+@pytest.mark.parametrize(
+    "name", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, "fork"]
+)
+def test_a_benchmark_that_is_killed_or_hears_a_signal_of_the_terminal_leaves_nothing(kind, name):
+    with owner(kind, name if name == "fork" else "") as benchmark:
+        assert alive(benchmark.family) == benchmark.family
+        if name in {"fork", signal.SIGKILL}:
+            benchmark.process.kill()
+        else:
+            assert os.getsid(benchmark.keeper) == benchmark.keeper
+            os.kill(benchmark.keeper, name)
+            os.killpg(benchmark.process.pid, name)
         until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
-        assert alive([benchmark.child])
-
-
-@pytest.mark.parametrize("name", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_terminals_processes_leaves_nothing(kind, name):
-    with owner(kind) as benchmark:
-        assert os.getsid(benchmark.keeper) == benchmark.keeper
-        os.kill(benchmark.keeper, name)
-        os.killpg(benchmark.process.pid, name)
-        until_gone(benchmark.name, [*benchmark.family, benchmark.keeper])
+        assert name != "fork" or alive([benchmark.child])  # and does not keep its parent's lab
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.03, 0.06, 0.1])

@@ -17,6 +17,11 @@ from torture.fault_job import Job
 from worker_client.protocol.flow_control import MOST_BYTES, MOST_FAR_BYTES
 from worker_client.protocol.joining import auto_streams
 
+pytestmark = pytest.mark.extended(
+    "tests/transport/test_guard_members.py::test_each_job_is_patient",
+    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
+)
+
 ROUND_TRIP_S = 0.2
 PATIENCE_S = 1.0  # by default, where the network is near
 PAUSE_S = 1.3  # longer than that, and shorter than with five round trips more
@@ -52,10 +57,6 @@ def check(job, more):
     assert not any(told.over for told in job.told)
 
 
-@pytest.mark.extended(
-    "tests/transport/test_guard_members.py::test_each_job_is_patient",
-    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
-)
 @pytest.mark.parametrize("impl", ["compiled", "plain"])
 @pytest.mark.parametrize("who", ["rank", "reducer"])
 def test_who_is_silent_for_some_round_trips_more_is_not_lost(namespaces, monkeypatch, who, impl):
@@ -68,10 +69,6 @@ def test_who_is_silent_for_some_round_trips_more_is_not_lost(namespaces, monkeyp
         check(job, 3)
 
 
-@pytest.mark.extended(
-    "tests/transport/test_guard_members.py::test_each_job_is_patient",
-    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
-)
 def test_connections_that_break_go_on(namespaces):
     with far_job() as (job, reducer):
         to = ["dst", reducer.address.partition(":")[0]]
@@ -81,10 +78,6 @@ def test_connections_that_break_go_on(namespaces):
             check(job, 3)
 
 
-@pytest.mark.extended(
-    "tests/transport/test_guard_members.py::test_each_job_is_patient",
-    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
-)
 def test_who_is_silent_for_longer_is_named(namespaces):
     with far_job() as (job, _):
         job.ranks[1].signal(signal.SIGSTOP)
@@ -97,19 +90,11 @@ def test_who_is_silent_for_longer_is_named(namespaces):
         assert lasted < failure.at - stopped < lasted + AWAY_S + ROUND_TRIP_S + 1
 
 
-@pytest.mark.extended(
-    "tests/transport/test_guard_members.py::test_each_job_is_patient",
-    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
-)
 def test_one_percent_of_packets_lost_on_the_way_loses_nobody(namespaces):
     with far_job(loss_percent=1) as (job, _):
         check(job, 15)
 
 
-@pytest.mark.extended(
-    "tests/transport/test_guard_members.py::test_each_job_is_patient",
-    "tests/worker_client/test_flow_control.py::test_lost_packets_hold_up",
-)
 def test_a_window_grows_beyond_what_the_reducer_sets_aside(namespaces):
     """It asks for what a fast link holds, and the reducer grants that over a real connection."""
     if not shutil.which("cc"):

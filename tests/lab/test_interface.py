@@ -10,6 +10,8 @@ from lab import Lab
 
 pytest.importorskip("torch", reason="needs torch")
 
+pytestmark = pytest.mark.extended("tests/worker_client/test_interfaces.py")
+
 ROOT = Path(__file__).parent.parent.parent
 SECOND = "10.78.0"  # the network besides the lab's
 RANK = """
@@ -26,7 +28,6 @@ client.shutdown()
 """
 
 
-@pytest.mark.extended("tests/worker_client/test_interfaces.py")
 def test_embedded_reducers_use_the_network_that_was_chosen(namespaces):
     with Lab(2) as lab:
         for host in lab.hosts:
@@ -69,7 +70,6 @@ for method in os.environ["METHODS"].split():
 """
 
 
-@pytest.mark.extended("tests/worker_client/test_interfaces.py")
 def test_hosts_that_are_loopback_to_themselves_and_ipv6(namespaces, tmp_path):
     with Lab(2) as lab:
         first, second = lab.hosts

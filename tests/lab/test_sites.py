@@ -37,7 +37,7 @@ def test_two_sites_learn_on_when_the_third_and_a_reducer_die(tmp_path):
     assert max(float(row[1]), curve["100"]) < curve["60"], "nothing is learned any more"
 
 
-@pytest.mark.extended("tests/bench/test_allreduce.py::test_what_cannot_be_measured_is_said")
+@pytest.mark.extended("tests/bench/test_report.py::test_other_files_are_refused")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

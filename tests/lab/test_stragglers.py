@@ -10,6 +10,11 @@ import pytest
 
 from lab import Lab
 
+pytestmark = pytest.mark.extended(
+    "tests/engine/test_lateness.py",
+    "tests/reducer/test_http.py::test_what_the_others_lose",
+)
+
 WORKERS, REDUCERS, MBIT = 4, 2, 500.0
 NAMED_S = 10.0
 START_S = 30.0
@@ -104,10 +109,6 @@ def run(network, late, slow=None):
     return job
 
 
-@pytest.mark.extended(
-    "tests/engine/test_lateness.py",
-    "tests/reducer/test_http.py::test_what_the_others_lose",
-)
 @pytest.mark.parametrize("cause", ["late", "slow"])
 def test_it_is_named_with_the_reason(network, cause):
     late, slow = ({2: 0.03}, None) if cause == "late" else ({}, network.hosts[2])
@@ -135,10 +136,6 @@ def test_it_is_named_with_the_reason(network, cause):
         assert 0.015 < found["median_s"] < 0.06
 
 
-@pytest.mark.extended(
-    "tests/engine/test_lateness.py",
-    "tests/reducer/test_http.py::test_what_the_others_lose",
-)
 @pytest.mark.parametrize("number", range(20))
 def test_nobody_is_accused_without_a_reason(network, number):
     job = run(network, {})

@@ -12,6 +12,10 @@ from tests.pages import FINGERPRINT, ROOT, blocks, finish, shell
 
 pytest.importorskip("torch", reason="needs torch")
 
+pytestmark = pytest.mark.extended(
+    "tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]"
+)
+
 
 # Hosts of a lab share their files, so each has a home of its own, which these two reach. Like the
 # real one, ssh reads the commands that are pasted after it, unless it has -n.
@@ -56,7 +60,6 @@ def said_by(shell):
     return said
 
 
-@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 @pytest.mark.timeout(600)
 def test_a_pool_with_keys_on_two_machines(namespaces, tmp_path, monkeypatch):
     steps = blocks("docs/tutorial.md", "sh")
@@ -84,7 +87,6 @@ def test_a_pool_with_keys_on_two_machines(namespaces, tmp_path, monkeypatch):
         assert "stopped" in one
 
 
-@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 @pytest.mark.timeout(900)
 def test_a_gpt_on_two_hosts(namespaces, tmp_path):
     activate, *steps = blocks("docs/gpt.md", "sh")

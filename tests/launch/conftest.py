@@ -20,27 +20,6 @@ SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "scontrol", "sinfo")
 NODES = ("127.0.0.1", "127.0.0.2")  # hosts of SLURM that need no name server
 START_S = 60.0
 
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={controller}
-AuthType=auth/none
-CredType=cred/none
-SlurmUser=root
-SlurmdUser=root
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/controller.pid
-SlurmdPidFile={folder}/node-%n.pid
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-MpiDefault=none
-SelectType=select/linear
-SlurmdParameters=config_overrides
-NodeName=127.0.0.[1-2] NodeHostname={host} Port={first},{second} CPUs=4 State=UNKNOWN
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-
 
 def bare_environment(**settings):
     """Return this process's environment without what a launcher says, and with these."""
@@ -65,7 +44,10 @@ def slurm(tmp_path_factory):
     controller, first, second = free_ports(3)
     settings = folder / "slurm.conf"
     settings.write_text(
-        CONFIGURATION.format(
+        Path(__file__)
+        .with_name("slurm.conf")
+        .read_text()
+        .format(
             host=socket.gethostname().partition(".")[0],
             folder=folder,
             controller=controller,

@@ -2,86 +2,94 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import zmq
 
 from reducer.commands.keygen import keygen
 from reducer.errors import ReducerLostError
-from tests.commands import run_command, serving
+from tests.commands import free_ports, run_here, serving
+from tests.conftest import reducer_here
 from tests.launch.conftest import bare_environment
 from tests.launch.environments import spec
 from worker_client.client.interfaces import addresses
-from worker_client.commands.demo.ranks import free_port
 from worker_client.commands.doctor import examine
 from worker_client.commands.doctor.findings import Health, Kind, compare
 from worker_client.commands.doctor.host import examine_host
 from worker_client.launch import resolve
 
-DOCTOR = [sys.executable, "-c", "from worker_client.cli import main; main()", "doctor"]
 OLDER = (
     "import reducer.wire.header as header; header.VERSION_MAJOR, header.VERSION = 9, '9.0';"
     "from reducer.cli import main; main()"
 )
 
 
-def reducer(*options, **how):
-    """A real reducer on loopback."""
-    return serving("--log-level", "error", *options, env=bare_environment(), **how)
+@pytest.fixture
+def well():
+    """The address of a reducer that is well."""
+    with reducer_here(threads=2) as server:
+        yield server.address
 
 
-def ask(*options, **settings):
+@pytest.fixture
+def nobody():
+    """An address at which nothing listens."""
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+def ask(line="", **settings):
     """Return the doctor's exit code, and what it says."""
-    done = run_command(*DOCTOR, *options, env=bare_environment(**settings))
+    done = run_here(f"worker-client doctor {line}", env=bare_environment(**settings))
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout
 
 
-def facts(servers, **settings):
-    """Return what it says to programs."""
-    code, said = ask("--json", REDUCTION_SERVERS=",".join(servers), **settings)
-    found = json.loads(said)
-    assert code == (1 if found["problems"] else 0)
+def problems(*servers, **settings):
+    """Return the problems that it tells programs of."""
+    if servers:
+        settings["REDUCTION_SERVERS"] = ",".join(servers)
+    code, said = ask("--json", **settings)
+    found = json.loads(said)["problems"]
+    assert code == (1 if found else 0)
     return found
 
 
-def test_each_illness_is_named():
-    with ExitStack() as stack:
-        _, well, _ = stack.enter_context(reducer("--threads", 2))
-        process, dead, _ = stack.enter_context(reducer())
-        process.kill()
-        process.wait()
-        process, hung, _ = stack.enter_context(reducer())
-        process.send_signal(signal.SIGSTOP)
-        stack.callback(process.send_signal, signal.SIGCONT)
-        _, older, _ = stack.enter_context(reducer(command=[sys.executable, "-c", OLDER]))
-        keyed = stack.enter_context(server_with_keys())
-        text = stack.enter_context(server_of_text())
-        unknown = "no-such-host.invalid:5555"
-        found = facts([well, dead, hung, older, keyed, text, unknown])
-    assert {one["address"]: one["kind"] for one in found["problems"]} == {
-        dead: Kind.DEAD,
-        hung: Kind.SILENT,
-        older: Kind.VERSION,
-        keyed: Kind.KEYS,
-        text: Kind.PORT,
-        unknown: Kind.NAME,
-    }
-    says = {one["address"]: one["message"] + ": " + one["advice"] for one in found["problems"]}
-    assert f"port {dead.rpartition(':')[2]}" in says[dead]
-    assert "1.0" in says[older]
-    assert "9" in says[older]
-    assert "REDUCTION_KEYS" in says[keyed]
-    assert "is no reducer" in says[text]
-    assert "'no-such-host.invalid'" in says[unknown]
-    [healthy, *others] = found["reducers"]
-    assert healthy["lanes"] == 2
-    assert healthy["resolved"] == ["127.0.0.1"]
+def address_of(listening):
+    host, port = listening.getsockname()
+    return f"{host}:{port}"
+
+
+def test_each_illness_is_named(well, nobody):
+    with (
+        # As a process that is stopped: its kernel alone answers.
+        socket.create_server(("127.0.0.1", 0)) as hung,
+        serving(command=[sys.executable, "-c", OLDER], env=bare_environment()) as (_, older, _),
+        server_with_keys() as keyed,
+        server_of_text() as text,
+    ):
+        ill = {
+            nobody: (Kind.DEAD, [f"port {nobody.rpartition(':')[2]}"]),
+            address_of(hung): (Kind.SILENT, []),
+            older: (Kind.VERSION, ["1.0", "9"]),
+            keyed: (Kind.KEYS, ["REDUCTION_KEYS"]),
+            text: (Kind.PORT, ["is no reducer"]),
+            "no-such-host.invalid:5555": (Kind.NAME, ["'no-such-host.invalid'"]),
+        }
+        code, said = ask("--json", REDUCTION_SERVERS=",".join([well, *ill]))
+    found = json.loads(said)
+    kinds = {one["address"]: one["kind"] for one in found["problems"]}
+    assert (code, kinds) == (1, {address: kind for address, (kind, _) in ill.items()})
+    for one in found["problems"]:
+        for word in ill[one["address"]][1]:
+            assert word in f"{one['message']}: {one['advice']}"
+    healthy, *others = found["reducers"]
+    assert (healthy["lanes"], healthy["resolved"]) == (2, ["127.0.0.1"])
     assert 0 < healthy["round_trip_s"] < 60
     assert healthy["bytes_per_s"] > 0
     assert all(one["bytes_per_s"] is None for one in others)
@@ -103,63 +111,54 @@ def server_with_keys():
 @contextmanager
 def server_of_text():
     """A web server, as the one that a reducer itself may have at another port."""
-    command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdout
-        try:
-            port = process.stdout.readline().split(" port ")[1].split()[0]
-            yield f"127.0.0.1:{port}"
-        finally:
-            process.kill()
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.05])
+        thread.start()
+        yield address_of(server.socket)
+        server.shutdown()
+        thread.join()
 
 
-def test_a_reducer_at_another_port_is_found_and_a_listed_one_is_not_taken_for_it():
-    wrong = str(free_port())
-    with reducer() as (_, there, _):
-        right = there.rpartition(":")[2]
-        # The same machine by two names: the port that is right for one is tried for the other.
-        [problem] = facts([there, f"localhost:{wrong}"])["problems"]
-        assert (problem["kind"], problem["address"]) == (Kind.PORT, f"localhost:{wrong}")
-        assert f"localhost:{right}" in problem["advice"]
-        [problem] = facts([there, f"127.0.0.1:{wrong}"])["problems"]
-        assert problem["kind"] == Kind.DEAD
+def test_a_reducer_at_another_port_is_found_and_a_listed_one_is_not_taken_for_it(well, nobody):
+    right, wrong = (address.rpartition(":")[2] for address in (well, nobody))
+    # The same machine by two names: the port that is right for one is tried for the other.
+    [problem] = problems(well, f"localhost:{wrong}")
+    assert (problem["kind"], problem["address"]) == (Kind.PORT, f"localhost:{wrong}")
+    assert f"localhost:{right}" in problem["advice"]
+    [problem] = problems(well, nobody)
+    assert problem["kind"] == Kind.DEAD
 
 
 def test_a_host_that_drops_packets_is_named():
-    with socket.socket() as full:  # a queue of connections that nobody takes, and that is full
+    with socket.socket() as full, ExitStack() as stack:  # a queue of connections that is full
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        with ExitStack() as stack:
-            for _ in range(2):
-                one = stack.enter_context(socket.socket())
-                one.setblocking(False)
-                one.connect_ex(full.getsockname())
-            [problem] = facts([f"127.0.0.1:{full.getsockname()[1]}"])["problems"]
+        for _ in range(2):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        [problem] = problems(address_of(full))
     assert problem["kind"] == Kind.HOST
     assert "firewall" in problem["advice"]
 
 
 @pytest.mark.extended("test_each_illness_is_named")
-def test_each_illness_of_keys_is_named(tmp_path):
+def test_each_illness_of_keys_is_named(well, tmp_path):
     for pool in ("ours", "theirs"):
         keygen(tmp_path / pool, ["digits"])
 
-    def problems(server, pool):
+    def found_with(pool, server):
         keys = {"REDUCTION_KEYS": str(tmp_path / pool / "jobs" / "digits")} if pool else {}
-        return facts([server], **keys)["problems"]
+        return problems(server, **keys)
 
-    with (
-        reducer("--keys", tmp_path / "ours" / "pool") as (_, locked, _),
-        reducer() as (_, unlocked, _),
-    ):
-        assert not problems(locked, "ours")
-        found = [problems(locked, None), problems(locked, "theirs"), problems(unlocked, "ours")]
+    with serving("--keys", tmp_path / "ours" / "pool", env=bare_environment()) as (_, locked, _):
+        assert not found_with("ours", locked)
+        cases = (None, locked), ("theirs", locked), ("ours", well)
+        found = [found_with(*case) for case in cases]
         allowed = tmp_path / "ours" / "pool" / "allowed"
         allowed.with_suffix(".new").write_text("# nobody\n")
         allowed.with_suffix(".new").replace(allowed)
-        while not (revoked := problems(locked, "ours")):
+        while not (revoked := found_with("ours", locked)):
             pass  # the list is read again within a second
         found.append(revoked)
     assert [one["kind"] for [one] in found] == [Kind.KEYS] * 4
@@ -168,33 +167,29 @@ def test_each_illness_of_keys_is_named(tmp_path):
         assert said in one["message"]
 
 
-def test_one_that_never_answers_a_hello_is_named():
+def test_one_that_never_answers_a_hello_is_named(well):
     def connect(address):
         raise ReducerLostError("it does not answer a HELLO", reducer=address)
 
-    with reducer() as (_, there, _):
-        found = examine.examine(there, connect, [there])
+    found = examine.examine(well, connect, [well])
     assert found.problem
     assert found.problem.kind == Kind.SILENT
 
 
-def test_what_is_said_to_people():
-    wrong = f"127.0.0.1:{free_port()}"
-    with reducer() as (_, there, _):
-        code, said = ask(REDUCTION_SERVERS=f"{there},{wrong}", REDUCTION_JOB="mine")
-        assert code == 1
-        assert f"reducer {there}" in said
-        assert " well: round trip " in said
-        assert f"reducer {wrong}" in said
-        assert "what to do: the reducer has ended or was never started" in said
-        assert "1 of 2 reducers are well" in said
-        assert "(REDUCTION_JOB)" in said
-        code, said = ask(REDUCTION_SERVERS=there)
-    assert code == 0
-    assert "1 of 1 reducers are well" in said
-
-
-def test_without_reducers_there_is_nothing_to_examine():
+def test_what_is_said_to_people(well, nobody):
+    code, said = ask(REDUCTION_SERVERS=f"{well},{nobody}", REDUCTION_JOB="mine")
+    assert code == 1
+    for words in (
+        f"reducer {well}",
+        " well: round trip ",
+        f"reducer {nobody}",
+        "what to do: the reducer has ended or was never started",
+        "1 of 2 reducers are well",
+        "(REDUCTION_JOB)",
+    ):
+        assert words in said
+    code, said = ask(REDUCTION_SERVERS=well)
+    assert (code, "1 of 1 reducers are well" in said) == (0, True)
     code, said = ask()
     assert (code, "every rank hosts one" in said) == (0, True)
 
@@ -246,43 +241,34 @@ def test_a_host_whose_name_is_an_ipv6_address_may_have_no_ipv6(monkeypatch, with
 
 
 def test_rank_0_on_a_host_without_an_address_is_named():
-    code, said = ask("--json", MASTER_ADDR="no..name", RANK="1", WORLD_SIZE="2")
-    assert code == 1
-    (problem,) = [one for one in json.loads(said)["problems"] if one["kind"] == Kind.NAME]
+    found = problems(MASTER_ADDR="no..name", RANK="1", WORLD_SIZE="2")
+    (problem,) = [one for one in found if one["kind"] == Kind.NAME]
     assert problem["message"] == "the name of rank 0's host, 'no..name', does not resolve"
     assert "MASTER_ADDR" in problem["advice"]
 
 
 def test_settings_that_are_wrong_are_said():
     assert ask(REDUCTION_SERVER="a:1")[0] == 1
-    code, said = ask("--json", TF_CONFIG=spec({"worker": ["a"]}, "worker", 0))
-    [problem] = json.loads(said)["problems"]
-    assert (code, problem["kind"]) == (1, "settings")
+    [problem] = problems(TF_CONFIG=spec({"worker": ["a"]}, "worker", 0))
+    assert problem["kind"] == "settings"
     assert problem["message"].startswith("TF_CONFIG cluster.worker: write host:port (got 'a')")
 
 
 def test_a_directory_without_keys_is_said_once(tmp_path):
-    settings = {"REDUCTION_SERVERS": "10.0.0.5:5555,10.0.0.6:5555", "REDUCTION_KEYS": str(tmp_path)}
-    code, said = ask(**settings)
+    servers, keys = "10.0.0.5:5555,10.0.0.6:5555", {"REDUCTION_KEYS": str(tmp_path)}
+    code, said = ask(REDUCTION_SERVERS=servers, **keys)
     assert (code, said.count(f"there is no job.name in {tmp_path} (REDUCTION_KEYS")) == (1, 1)
     assert said.startswith("settings: ")
     assert "refused" not in said
-    code, said = ask("--json", **settings)
-    [problem] = json.loads(said)["problems"]
-    assert (code, problem["kind"], problem["address"]) == (1, "settings", None)
+    [problem] = problems(servers, **keys)
+    assert (problem["kind"], problem["address"]) == ("settings", None)
     assert "REDUCTION_KEYS" in problem["message"]
 
 
-def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away():
-    with reducer() as (_, there, _):
-        found = facts(
-            [there],
-            REDUCTION_FALLBACK="process-group",
-            REDUCTION_ON_RANK_LOST="continue",
-            REDUCTION_EMBEDDED="1",
-            REDUCTION_JOB="j" * 100,
-        )
-    assert found["problems"] == []
+def test_what_the_job_would_do_without_reducers_does_not_keep_the_doctor_away(well):
+    settings = {"FALLBACK": "process-group", "ON_RANK_LOST": "continue", "EMBEDDED": "1"}
+    settings["JOB"] = "j" * 100
+    assert problems(well, **{f"REDUCTION_{name}": value for name, value in settings.items()}) == []
 
 
 @pytest.mark.parametrize(
@@ -320,8 +306,9 @@ def test_a_link_at_a_tenth_of_the_others_is_named(namespaces):
             assert process.stdout
             assert process.stdout.readline().startswith("reducer ready")
         servers = ",".join(f"{host.name}:5555" for host in pool)
+        doctor = ["-c", "from worker_client.cli import main; main()", "doctor", "--json"]
         asking = lab.hosts[0].start(
-            [*DOCTOR, "--json"],
+            [sys.executable, *doctor],
             env={**bare_environment(), "REDUCTION_SERVERS": servers},
             stdout=subprocess.PIPE,
         )

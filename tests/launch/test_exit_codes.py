@@ -1,6 +1,7 @@
 """The exit codes of both commands, as docs/deployment.md has them."""
 
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -8,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import reducer
-from tests.commands import REDUCER, run_command, serving
+from tests.commands import REDUCER, run_command, run_here, serving
 from tests.launch.conftest import bare_environment
 
 WORKER = (sys.executable, "-c", "from worker_client.cli import main; main()")
@@ -23,8 +25,8 @@ BROKEN = (
     "server.Server.start = start\n"
     "from reducer.cli import main; main()"
 )
-PLAN = ("plan", "--workers", "8", "--worker-gbps", "1", "--reducer-gbps")
-RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+PLAN = "reducer plan --workers 8 --worker-gbps 1 --reducer-gbps"
+RANK = "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
 NOBODY = "127.0.0.1:1"  # a port that no unprivileged process has
 DEPLOYMENT = Path(__file__).parents[2] / "docs" / "deployment.md"
 
@@ -36,60 +38,34 @@ def taken():
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
-@pytest.mark.extended_cases(
-    "doctor", "launch ", "demo", "timeline", "status", "top", "plan", "keygen", "serve"
-)
-# A command line, its exit code, and what it says; TAKEN is `taken`.
-@pytest.mark.parametrize(
-    ("command", "code", "says"),
-    [
-        ((*WORKER, "doctor"), 0, ""),  # one that finds something: test_doctor.py
-        ((*WORKER, "doctor", NOBODY), 2, ""),
-        ((*WORKER, "doctor", "--dump", "no/such/directory"), 2, ""),
-        ((*WORKER, "launch"), 2, ""),
-        ((*WORKER, "launch", "--", "no-such-program"), 2, "no-such-program"),
-        ((*WORKER, "demo", "--workers", "0"), 2, ""),
-        ((*WORKER, "timeline", "merge", "no/such/directory"), 2, ""),
-        ((*WORKER, "--version"), 0, f"worker-client {reducer.__version__}\n"),
-        ((*REDUCER, "--version"), 0, f"reducer {reducer.__version__}\n"),
-        ((*REDUCER, "status", NOBODY), 1, ""),
-        ((*REDUCER, "status", "nonsense"), 2, "nonsense"),
-        ((*REDUCER, "top", NOBODY, "--count", "1"), 0, ""),
-        ((*REDUCER, "top", "nonsense"), 2, "nonsense"),
-        ((*REDUCER, *PLAN, "1"), 0, ""),
-        ((*REDUCER, *PLAN, "0"), 2, ""),
-        ((*REDUCER, *PLAN, "fast"), 2, "--reducer-gbps"),
-        ((*REDUCER, "keygen", "/dev/null"), 2, "/dev/null"),
-        ((*REDUCER, "serve", "--threads", "0"), 2, "threads"),
-        ((*REDUCER, "serve", "--keys", "no/such/directory"), 2, "no/such/directory"),
-        ((*REDUCER, "serve", "--bind", "127.0.0.1"), 2, "write it as HOST:PORT"),
-        ((*REDUCER, "serve", "--bind", "tcp://192.0.2.1:5555", "--insecure"), 2, "no such address"),
-        ((*REDUCER, "serve", "--bind", "tcp://0.0.0.0:0"), 2, "--insecure"),
-        ((*REDUCER, "serve", "--bind", "TAKEN"), 2, "the port is taken"),
-        ((*REDUCER, "serve", "--memory-limit", "plenty"), 2, "memory_limit"),
-        ((*REDUCER, "serve", "--kernel", "mmx"), 2, "avx2"),
-        ((*REDUCER, "serve", "--no-such-flag"), 2, "No such option"),
-        (
-            ("env", "REDUCTION_MEMORY_LIMITS=8GiB", *REDUCER, "serve"),
-            2,
-            "unknown setting REDUCTION_MEMORY_LIMITS: did you mean REDUCTION_MEMORY_LIMIT?",
-        ),
-        ((sys.executable, "-c", BROKEN, "serve", "--bind", "tcp://127.0.0.1:0"), 1, ""),
-    ],
-    ids=lambda value: " ".join(value[3:]) if isinstance(value, tuple) else str(value)[:20],
-)
-def test_a_command_that_ends_by_itself(command, code, says, taken):
-    words = [taken if word == "TAKEN" else word for word in command]
-    done = run_command(*words, env=bare_environment(), timeout=60)
+LINES = yaml.safe_load(Path(__file__).with_name("lines.yaml").read_text())
+
+
+@pytest.mark.extended_cases("reducer serve", "REDUCTION_MEMORY_LIMITS")  # need processes
+@pytest.mark.parametrize("row", LINES, ids=lambda row: row[1])
+def test_a_command_that_ends_by_itself(row, taken):
+    code, line, *says = row
+    stands_for = {"PLAN": PLAN, "RANK": RANK, "NOBODY": NOBODY, "TAKEN": taken}
+    words = shlex.split(" ".join(stands_for.get(word, word) for word in line.split(" ")))
+    given = [word for word in words if re.match(r"[A-Z_]+=", word)]
+    environment = bare_environment(**dict(word.split("=", 1) for word in given))
+    command = words[len(given) :]
+    if command[:2] == ["reducer", "serve"]:
+        done = run_command(*REDUCER, *command[1:], env=environment, timeout=60)
+    else:
+        done = run_here(shlex.join(command), env=environment)
     assert done.returncode == code, done.stderr
-    assert says in done.stderr + done.stdout
-    assert (code == 2) <= ("Traceback" not in done.stderr)
+    for words in says:
+        assert words.replace("VERSION", reducer.__version__) in done.stderr + done.stdout
+    if code == 2:
+        assert done.stdout == ""
+        assert "Traceback" not in done.stderr
 
 
-@pytest.mark.extended("test_a_command_that_ends_by_itself[launch-2-")
-def test_a_program_that_was_launched_has_its_own():
-    command = (*WORKER, "launch", "--", "/bin/sh", "-c", "exit 7")
-    assert run_command(*command, env=bare_environment(**RANK), timeout=60).returncode == 7
+@pytest.mark.extended("test_the_doctor_is_ended[2-")
+def test_a_reducer_one_of_whose_threads_ends_ends():
+    done = run_command(sys.executable, "-c", BROKEN, "serve", "--bind", "tcp://127.0.0.1:0")
+    assert done.returncode == 1
 
 
 @pytest.mark.extended("test_the_doctor_is_ended[2-")

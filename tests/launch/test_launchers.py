@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import REDUCER, run_command
+from tests.commands import REDUCER, run_command, run_here
 from tests.launch.conftest import ROOT, bare_environment
-from tests.launch.environments import VERTEX_CLUSTER, spec
+from tests.launch.environments import CLUSTERS, spec
 from worker_client.commands.demo.ranks import free_port
 
 pytest.importorskip("torch", reason="needs torch")
@@ -25,6 +25,8 @@ LAUNCH = [
 ]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+TWO_NODES = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+TWO_NODES += ["--master-port=MASTER_PORT"]
 RANKS = 4  # of the runs that must lead to the same weights
 SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) reducers")
 LIMIT_S = 500
@@ -64,33 +66,38 @@ def settings(pool):
     return bare_environment(REDUCTION_SERVERS=",".join(pool))
 
 
-@pytest.mark.extended("test_a_rank_is_told_who_it_is")
-@pytest.mark.timeout(600)
-def test_mpirun(settings):
-    if not shutil.which("mpirun"):
-        pytest.skip("needs `mpirun`: make test-tools")
-    train([[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], settings)
-
-
-@pytest.mark.extended("test_a_rank_is_told_who_it_is")
-@pytest.mark.timeout(600)
-def test_azure_ml_calls_mpirun(settings):
-    if not shutil.which("mpirun"):
-        pytest.skip("needs `mpirun`: make test-tools")
-    batch = {
-        "AZ_BATCH_MASTER_NODE": "127.0.0.1:6000",
-        "AZUREML_RUN_ID": "digits_1700000000_ab",
-        "MASTER_PORT": str(free_port()),
-    }
-    train([[*MPIRUN, "-n", "2", *LAUNCH, "--", SCRIPT]], {**settings, **batch}, ranks=2)
-
-
-@pytest.mark.extended("test_a_rank_is_told_who_it_is")
-@pytest.mark.timeout(600)
-def test_srun(settings, slurm):
+# The tool, what it runs, how many ranks that makes, and what else is set.
+STARTED_BY = {
+    "Open MPI": ("mpirun", [[*MPIRUN, "-n", str(RANKS), *LAUNCH, "--", SCRIPT]], RANKS, {}),
+    "Azure ML, which calls mpirun": (
+        "mpirun",
+        [[*MPIRUN, "-n", "2", *LAUNCH, "--", SCRIPT]],
+        2,
+        {"AZ_BATCH_MASTER_NODE": "127.0.0.1:6000", "AZUREML_RUN_ID": "digits_1700000000_ab"},
+    ),
     # Two nodes: the ranks meet at the first host of 127.0.0.[1-2].
-    command = ["srun", "-n", str(RANKS), "-N", "2", *LAUNCH, "--", SCRIPT]
-    train([command], {**settings, **slurm})
+    "SLURM": ("srun", [["srun", "-n", str(RANKS), "-N", "2", *LAUNCH, "--", SCRIPT]], RANKS, {}),
+    "torchrun on two nodes": (
+        "true",
+        [[*TORCHRUN, *TWO_NODES, f"--node-rank={node}", SCRIPT] for node in range(2)],
+        2,
+        {},
+    ),
+}
+
+
+@pytest.mark.extended("test_a_rank_is_told_who_it_is")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", STARTED_BY)
+def test_ranks_train_to_the_same_weights(launcher, settings, request):
+    tool, commands, ranks, more = STARTED_BY[launcher]
+    if not shutil.which(tool):
+        pytest.skip(f"needs `{tool}`: make test-tools")
+    if tool == "srun":
+        more = request.getfixturevalue("slurm")
+    port = str(free_port())
+    here = [[word.replace("MASTER_PORT", port) for word in command] for command in commands]
+    train(here, {**settings, **more, "MASTER_PORT": port}, ranks)
 
 
 @pytest.mark.extended("test_a_rank_is_told_who_it_is")
@@ -193,68 +200,19 @@ def test_a_signal_ends_all_ranks(tmp_path):
 
 
 def test_a_dry_run_says_what_would_be_run_and_why(tmp_path):
-    with launched(tmp_path, "raise SystemExit(9)", "--dry-run", **MPI_RANK) as process:
-        said, complained = process.communicate(timeout=60)
-    assert (process.returncode, complained) == (0, "")
-    rows = {line.split()[0]: line for line in said.splitlines() if not line.startswith("sets")}
+    (tmp_path / "script.py").write_text("raise SystemExit(9)")
+    line = f"worker-client launch --dry-run -- {tmp_path}/script.py --epochs 5"
+    done = run_here(line, env=bare_environment(**MPI_RANK))
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line[:4] != "sets"}
     assert "Open MPI" in rows["launcher"]
     assert "(OMPI_COMM_WORLD_RANK)" in rows["rank"]
-    assert "script.py --epochs 5" in rows["runs"]
-    assert re.search(r"^sets +WORLD_SIZE=2$", said, flags=re.M)
+    assert "script.py --epochs 5" in " ".join(done.stdout.split())
+    assert re.search(r"^sets +WORLD_SIZE=2$", done.stdout, flags=re.M)
 
 
-def test_a_mistake_is_one_sentence(tmp_path):
-    with launched(tmp_path, "", RANK="first", WORLD_SIZE="2") as process:
-        said, complained = process.communicate(timeout=60)
-    assert (process.returncode, said) == (2, "")
-    assert complained.strip() == "worker-client: RANK: write an integer (got 'first')"
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"REDUCTION_SERVR": "a:1"}, "did you mean REDUCTION_SERVERS?"),
-        ({"REDUCTION_WINDOW_BYTES": "12q"}, "REDUCTION_WINDOW_BYTES: write bytes"),
-    ],
-)
-def test_a_setting_that_every_rank_would_refuse_is_refused_first(tmp_path, variables, said):
-    with launched(tmp_path, "", "--dry-run", **MPI_RANK, **variables) as process:
-        _, complained = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert said in complained
-
-
-@pytest.mark.extended_cases(
-    "node-run-nosuch.py", "node-dry", "rank-run-nosuch-there", "rank-dry-run-nosuch-there"
-)
-@pytest.mark.parametrize(
-    ("program", "said"),
-    [
-        ("nosuch.py", "there is no script 'nosuch.py' in "),
-        ("nosuch", "there is no program 'nosuch'"),
-    ],
-)
-@pytest.mark.parametrize("options", [(), ("--dry-run",)], ids=["run", "dry-run"])
-@pytest.mark.parametrize("variables", [{}, MPI_RANK], ids=["node", "rank"])
-def test_what_is_not_there_is_missed_before_anything_starts(
-    program, said, options, variables, tmp_path
-):
-    command = (*LAUNCH, *options, "--nproc-per-node", "1", "--", program)
-    done = run_command(*command, env=bare_environment(**variables), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"worker-client: {said}")
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_reducer_needs_no_script(tmp_path):
-    with launched(
-        tmp_path,
-        "",
-        "--dry-run",
-        CLUSTER_SPEC=spec(VERTEX_CLUSTER, "workerpool2", 0),
-        REDUCTION_INSECURE="1",
-    ) as process:
-        (tmp_path / "script.py").unlink()
-        said, complained = process.communicate(timeout=60)
-    assert (process.returncode, complained) == (0, "")
-    assert "reducer serve" in said
+def test_a_reducer_needs_no_script():
+    given = {"CLUSTER_SPEC": spec(CLUSTERS["vertex"], "workerpool2", 0), "REDUCTION_INSECURE": "1"}
+    done = run_here("worker-client launch --dry-run", env=bare_environment(**given))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "reducer serve" in done.stdout

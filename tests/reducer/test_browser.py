@@ -1,10 +1,9 @@
 """The page in a real browser, beside real reducers."""
 
-import json
 import signal
 import time
 from contextlib import ExitStack, contextmanager
-from urllib.request import urlopen
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from tests.browser import PHONE, browser, opened
 from tests.commands import serving
 from tests.conftest import joined
 from tests.ranks import environments, ranks
+from tests.reducer.asked import ask
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
@@ -37,14 +37,8 @@ def of_both(first, second):
     return f"http://{first.http}/?reducers={second.http}"
 
 
-def told(reducer, what):
-    """What it says at ``/status.json`` or ``/history.json``."""
-    with urlopen(f"http://{reducer.http}/{what}.json", timeout=10) as answer:
-        return str(answer.read().decode())
-
-
 def jobs(reducer):
-    return list(json.loads(told(reducer, "status"))["jobs"])
+    return ask(reducer.http, "/status.json").json["jobs"]
 
 
 @pytest.fixture(scope="module")
@@ -95,20 +89,15 @@ def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched):
 
 
 @pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
-def test_it_says_that_it_was_never_answered(launched):
+def test_a_reducer_that_never_answers_and_another_name_of_this_one(launched):
     with pool() as (first, second):
         second.process.kill()
         second.process.wait()
         with opened(launched, of_both(first, second)) as page:
             page.shows("#reducers article", "It was not heard since this page was opened", SHOWN_S)
             page.shows("#summary", "1 of 2 reducers does not answer. One reducer serves")
-
-
-@pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
-def test_another_reducer_that_is_this_one_is_shown_once(launched):
-    with serving("--http", 0) as reducer:
-        other_name = reducer.http.replace("127.0.0.1", "localhost")
-        with opened(launched, f"http://{reducer.http}/?reducers={other_name}") as page:
+        other_name = first.http.replace("127.0.0.1", "localhost")
+        with opened(launched, f"http://{first.http}/?reducers={other_name}") as page:
             page.shows("#summary", "One reducer serves, and waits for jobs.")
             eventually(lambda: other_name in page.asked)
             eventually(lambda: page.page.locator("#reducers article").count() == 1)  # it answered
@@ -124,36 +113,8 @@ def test_text_can_be_read(launched, scheme):
         opened(launched, f"http://{reducer.http}/", scheme=scheme) as page,
     ):
         page.shows("#events li", "all 2 ranks are here")
-        worst = page.page.evaluate(CONTRAST)
+        worst = page.page.evaluate(Path(__file__).with_name("contrast.js").read_text())
     assert worst["ratio"] >= 4.5, worst
-
-
-# Of all elements with text of their own, the least contrast to what is behind them.
-CONTRAST = """() => {
-  const parsed = (text) => text.match(/[0-9.]+/g).map(Number);
-  const light = ([r, g, b]) => [r, g, b].map((one) => one / 255)
-    .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
-  const behind = (node) => {
-    for (let each = node; each; each = each.parentElement) {
-      const found = parsed(getComputedStyle(each).backgroundColor);
-      if (found.length === 3 || found[3] === 1) {
-        return found;
-      }
-    }
-    return [255, 255, 255];
-  };
-  let worst = { ratio: 21 };
-  for (const node of document.querySelectorAll("body *")) {
-    const own = [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
-    if (own && node.getClientRects().length) {
-      const [a, b] = [light(parsed(getComputedStyle(node).color)), light(behind(node))];
-      const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-      worst = ratio < worst.ratio ? { ratio, text: node.textContent } : worst;
-    }
-  }
-  return worst;
-}"""
 
 
 def test_a_red_square_has_its_sentence_though_its_rank_is_not_named(launched):
@@ -196,7 +157,7 @@ def test_a_slow_rank_is_named_with_the_reason(launched):
             page.shows("#reducers figcaption", "MB/s")
             second.process.kill()
             page.shows("#summary", "1 of 2 reducers does not answer.", SHOWN_S)
-            eventually(lambda: "has lost reducer 1" in told(first, "history"))
+            eventually(lambda: "has lost reducer 1" in ask(first.http, "/history.json").text)
             page.shows("#events li", "has lost reducer 1", SHOWN_S)
             page.shows("article.job", "4 of 4 ranks · at 1 of 2 reducers")
         assert page.errors == []

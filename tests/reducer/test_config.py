@@ -1,141 +1,80 @@
-"""A reducer's settings: where they come from, and what is wrong with them."""
+"""A reducer's settings: where they come from, what beats what, and what is wrong with them."""
 
+import inspect
 import json
 import re
 import resource
+import subprocess
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
+from reducer import cli, failpoints, kernels, units
 from reducer import config as reducer_config
-from reducer import failpoints, kernels, units
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.config import ReducerConfig
 from reducer.errors import ConfigError
 from reducer.server import Server
+from reducer.wire.constants import MAX_LANES
+from tests.commands import serving
+from tests.launch.conftest import bare_environment
 from worker_client import config
 from worker_client.config import WorkerConfig
 
 MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
+DEPLOYMENT = ROOT / "docs" / "deployment.md"
+SCHEMA = ROOT / "docker" / "helm" / "reducer" / "values.schema.json"
 
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 
-DEFAULTS = {
-    "bind": "tcp://127.0.0.1:5555",
-    "memory_limit": 8 << 30,
-    "job_memory_limit": None,
-    "max_jobs": 256,
-    "max_jobs_per_key": 64,
-    "max_rounds": 131072,
-    "max_ranks": 4096,
-    "max_chunk_bytes": 4 << 20,
-    "max_connections": 8192,
-    "max_connections_per_key": None,
-    "handshake_timeout": 5.0,
-    "drain_timeout": 8.0,
-    "keys": None,
-    "insecure": False,
-    "kernel": None,
-    "threads": 1,
-    "io_threads": 1,
-    "cpus": None,
-    "impl": None,
-    "http": None,
-    "timeline": None,
-    "config": None,
-    "failpoints": "",
-}
-# Setting, how it may be written, and what that means.
-WAYS = [
-    ("bind", "tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
-    ("bind", "127.0.0.1:7", "tcp://127.0.0.1:7"),
-    ("memory_limit", "64MB", 64_000_000),
-    ("memory_limit", "67108864", 64 * MIB),
-    ("job_memory_limit", "1GiB", 1 << 30),
-    ("max_jobs", "7", 7),
-    ("max_jobs_per_key", "6", 6),
-    ("max_rounds", "5", 5),
-    ("max_ranks", "8", 8),
-    ("max_chunk_bytes", "1MiB", MIB),
-    ("max_connections", "9", 9),
-    ("max_connections_per_key", "3", 3),
-    ("handshake_timeout", "500ms", 0.5),
-    ("drain_timeout", "2min", 120.0),
-    ("keys", "/etc/keys", Path("/etc/keys")),
-    ("keys", "", None),
-    ("insecure", "1", True),
-    ("kernel", "generic", "generic"),
-    ("threads", "2", 2),
-    ("io_threads", "3", 3),
-    ("cpus", "0", (0,)),
-    ("impl", "plain", "plain"),
-    ("http", "9090", "127.0.0.1:9090"),
-    ("http", ":9090", "127.0.0.1:9090"),
-    ("http", "0.0.0.0:9090", "0.0.0.0:9090"),
-    ("http", "[::1]:9090", "[::1]:9090"),
-    ("http", "off", None),
-    ("http", "", None),
-    ("timeline", "/var/timelines", Path("/var/timelines")),
-    ("failpoints", "reducer.placed=kill@3", "reducer.placed=kill@3"),
-]
-NO_BINDS = (
-    *("", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://:5555", "tcp://127.0.0.1:65536"),
-    *("tcp://127.0.0.1:-1", "tcp://127.0.0.1:5555/path", "tcp://::1:5555", "ipc:///tmp/socket"),
-    *("tcp://127.0.0.1:5555,tcp://0.0.0.0:5555", "udp://127.0.0.1:5555"),
-)
-MISTAKES = [
-    *(("bind", text, "write it as HOST:PORT, with .* got ") for text in NO_BINDS),
-    ("memory_limit", "0", "got '0'"),
-    ("memory_limit", "-1", "got '-1'"),
-    ("memory_limit", "lots", "write bytes such as 8GiB or 8589934592.*got 'lots'"),
-    ("max_jobs", "0", "got '0'"),
-    ("max_chunk_bytes", "5MiB", "got '5MiB'"),
-    ("handshake_timeout", "soon", "got 'soon'"),
-    ("insecure", "maybe", "got 'maybe'"),
-    ("threads", "100", "it must be at most"),
-    ("kernel", "mmx", "should be 'avx512', 'avx2', 'neon', 'generic' or 'numpy'"),
-    ("cpus", "all", "write CPUs such as 0-3,8"),
-    ("cpus", "\N{ARABIC-INDIC DIGIT ONE}", "write CPUs such as 0-3,8"),
-    ("cpus", "", "write CPUs such as 0-3,8"),
-    ("cpus", "1-0", "this process may run on CPUs"),
-    ("cpus", "0,99999", "this process may run on CPUs"),
-    ("cpus", f"0-{10**20}", "this process may run on CPUs"),
-    *(
-        ("http", text, "write it as HOST:PORT, or PORT, or off, got ")
-        for text in ("on", "host", "host:", "1:2:3", "http://host:1", "host:99999")
-    ),
-]
+TABLE = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
+
+
+@pytest.fixture
+def defaults():
+    """All settings without any; docs/settings.md has what they are, and test_docs.py compares."""
+    return reducer_config.load().model_dump(mode="json")
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "reducer.toml"
+
+
+def load_file(file, text):
+    """Return the settings of a reducer whose file holds this text."""
+    file.write_text(text)
+    return reducer_config.load_with_file(config=str(file)).model_dump(mode="json")
 
 
 def written(file, name, text):
-    file.write_text(f"{name} = {json.dumps(text, ensure_ascii=False)}\n")
-    return reducer_config.load_with_file(config=str(file)).model_dump()
+    return load_file(file, f"{name} = {json.dumps(text, ensure_ascii=False)}\n")
 
 
-def test_every_setting_has_a_default_and_is_covered():
-    assert reducer_config.load(**dict.fromkeys(DEFAULTS)).model_dump() == DEFAULTS
-    assert {name for name, *_ in WAYS} == DEFAULTS.keys() - {"config"}
+def test_every_setting_has_a_default_and_is_covered(defaults):
+    assert reducer_config.load(**dict.fromkeys(defaults)).model_dump(mode="json") == defaults
+    assert {name for name, *_ in TABLE["ways"]} == defaults.keys() - {"config"}
+    assert (defaults["bind"], defaults["insecure"]) == ("tcp://127.0.0.1:5555", False)
 
 
-@pytest.mark.parametrize(("name", "text", "value"), WAYS)
-def test_from_an_argument_from_the_environment_and_from_a_file(
-    monkeypatch, tmp_path, name, text, value
-):
+@pytest.mark.parametrize("way", TABLE["ways"])
+def test_from_an_argument_from_the_environment_and_from_a_file(monkeypatch, file, defaults, way):
+    name, text, value = way
     monkeypatch.setenv("REDUCTION_SERVERS", "of no interest to a reducer")
-    file = tmp_path / "reducer.toml"
-    assert written(file, name, text) == DEFAULTS | {name: value, "config": file}
-    assert reducer_config.load(**{name: text}).model_dump() == DEFAULTS | {name: value}
+    assert written(file, name, text) == defaults | {name: value, "config": str(file)}
+    assert reducer_config.load(**{name: text}).model_dump(mode="json") == defaults | {name: value}
     monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
-    assert reducer_config.load().model_dump() == DEFAULTS | {name: value}
+    assert reducer_config.load().model_dump(mode="json") == defaults | {name: value}
 
 
-@pytest.mark.parametrize(("name", "text", "why"), MISTAKES)
-def test_a_mistake_is_named_wherever_it_is(monkeypatch, tmp_path, name, text, why):
-    file = tmp_path / "reducer.toml"
+@pytest.mark.parametrize(("name", "text", "why"), TABLE["mistakes"])
+def test_a_mistake_is_named_wherever_it_is(monkeypatch, file, name, text, why):
     with pytest.raises(ConfigError, match=f"^{re.escape(str(file))}: {name}: .*{why}"):
         written(file, name, text)
     with pytest.raises(ConfigError, match=f"^{name}: .*{why}"):
@@ -293,3 +232,141 @@ def test_threads_share_what_is_limited(monkeypatch):
     assert watched.http_connections == 464 // 8
     beside = reducer_config.FILES_BESIDES + 464 // 8
     assert watched.patience().max_connections == (464 - beside) // 4
+
+
+# -- a file of settings ----------------------------------------------------------------------------
+
+
+def refused(file, text):
+    """Return why a file with this text is refused."""
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        reducer_config.load_with_file(config=str(file))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("memory_limit = 17_179_869_184", 16 << 30),
+        ("threads = 4", 4),
+        ("insecure = true", True),
+        ("handshake_timeout = 2", 2.0),
+        ("drain_timeout = 2.5", 2.5),
+        ("http = 9090", "127.0.0.1:9090"),
+        ("cpus = [0]", [0]),
+    ],
+)
+def test_values_have_the_types_of_toml_where_these_fit(file, defaults, line, value):
+    name = line.partition(" ")[0]
+    assert load_file(file, line) == {**defaults, "config": str(file), name: value}
+
+
+def test_options_beat_variables_which_beat_the_file_which_beats_defaults(file, monkeypatch):
+    file.write_text("max_jobs = 1\nmax_ranks = 1\nthreads = 1\n")
+    monkeypatch.setenv("REDUCTION_MAX_RANKS", "2")
+    monkeypatch.setenv("reduction_threads", "2")  # variables are known in any case
+    settings = reducer_config.load_with_file(config=str(file), threads=3, max_jobs=None)
+    assert (settings.max_jobs, settings.max_ranks, settings.threads) == (1, 2, 3)
+    assert settings.max_connections == 8192
+
+
+def test_the_file_is_named_by_the_option_or_the_variable(file, tmp_path, monkeypatch):
+    file.write_text("max_jobs = 1")
+    other = tmp_path / "other.toml"
+    other.write_text("max_jobs = 2")
+    monkeypatch.setenv("REDUCTION_CONFIG", str(file))
+    assert reducer_config.load_with_file().max_jobs == 1
+    assert reducer_config.load_with_file(config=str(other)).max_jobs == 2
+    assert reducer_config.load_with_file(config="").max_jobs == 256
+    monkeypatch.setenv("REDUCTION_CONFIG", "")
+    assert reducer_config.load_with_file().config is None
+
+
+def test_workers_and_what_they_host_read_none(file, monkeypatch):
+    monkeypatch.setenv("REDUCTION_CONFIG", str(file))  # which is not there
+    config.load()
+    assert reducer_config.load().max_jobs == 256
+    with pytest.raises(ConfigError, match=r"reducer\.toml.*cannot be read: No such file"):
+        reducer_config.load_with_file()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('memory_limits = "1GiB"', "unknown key 'memory_limits': did you mean memory_limit?"),
+        ("max-jobs = 1", "unknown key 'max-jobs': did you mean max_jobs?"),
+        ("REDUCTION_THREADS = 1", "unknown key 'REDUCTION_THREADS': did you mean threads?"),
+        ("[xyzzy]\nthreads = 1", "unknown key 'xyzzy': known are bind, cpus, drain_timeout, "),
+        ('servers = "a:1"', "unknown key 'servers': it is a setting of workers"),
+        ('config = "b.toml"', "unknown key 'config': a file cannot name another one"),
+        ("threads = true", "threads: Input should be a valid integer"),
+        ("handshake_timeout = true", "handshake_timeout: write a duration such as 300s"),
+        ("threads = 100", "threads: it must be at most "),
+        ('cpus = [0, "x"]', "cpus: write CPUs such as 0-3,8"),
+        ("cpus = []", "cpus: write CPUs such as 0-3,8"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_name(file, text, says):
+    said = refused(file, text)
+    assert said.startswith(f"{file}: {says}")
+    assert "\n" not in said
+
+
+def test_the_file_is_not_blamed_for_what_others_say(file, monkeypatch):
+    monkeypatch.setenv("REDUCTION_THREADS", "none")
+    said = refused(file, 'threads = 4\nio_threads = "few"').splitlines()
+    assert said[0].startswith("threads: ")
+    assert said[1].startswith(f"{file}: io_threads: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (b"threads = 1\nmax_jobs 2\n", "at line 2, column 10"),
+        (b"threads = 1\nmax_jobs = ", "at line 2, the last)"),
+        (b"threads = 1\n\nkeys = '\xff'\n\n", "line 3 has bytes that are no UTF-8"),
+    ],
+)
+def test_what_is_no_toml_is_refused_with_the_line(file, text, line):
+    said = refused(file, text)
+    assert said.startswith(f"{file} is no TOML: ")
+    assert line in said
+    assert "\n" not in said
+
+
+def test_the_page_of_deployment_has_a_file_that_can_be_read(file, defaults):
+    page = DEPLOYMENT.read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", page, flags=re.S)
+    settings = load_file(file, example)
+    keys = re.findall(r"^(\w+) = ", example, flags=re.M)
+    assert len(keys) == 7
+    assert [key for key in keys if settings[key] == defaults[key]] == []
+    assert (settings["memory_limit"], settings["http"]) == (16 << 30, "127.0.0.1:9090")
+
+
+def test_the_command_reads_it_and_says_so(file):
+    file.write_text('max_jobs = 5\nbind = "here"\n')  # of which an option beats the second
+    with serving(
+        *("--config", file, "--log-format", "json"), stderr=subprocess.PIPE, env=bare_environment()
+    ) as (process, *_):
+        process.terminate()
+        settings = process.stderr.readline()
+    assert f'"config": "{file}"' in settings
+    assert '"max_jobs": 5' in settings
+
+
+def test_the_charts_schema_knows_the_settings():
+    schema = json.loads(SCHEMA.read_text())["properties"]
+    apart = {"memory_limit", "threads"}  # are values of their own
+    apart |= {"bind", "http", "keys", "insecure"}  # the chart decides
+    apart |= {"config", "stop_at_eof", "timeline"}  # a pod has no file, no input, and writes none
+    known = schema["settings"]["properties"]
+    options = inspect.signature(cli.serve).parameters
+    assert list(known) == [name for name in options if name not in apart]
+    assert apart < set(options)
+    assert known["kernel"]["enum"] == [*get_args(reducer_config.KernelName)]
+    assert known["impl"]["enum"] == [*get_args(reducer_config.ImplName)]
+    assert known["log_level"]["enum"] == [level.value for level in cli.LogLevel]
+    assert known["log_format"]["enum"] == [form.value for form in cli.LogFormat]
+    assert schema["threads"]["maximum"] == MAX_LANES

@@ -3,7 +3,6 @@
 import json
 import logging
 import threading
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from reducer.monitoring import history, status
 from reducer.monitoring.history import History
 from tests.commands import serving
 from tests.conftest import joined, reducer_here
+from tests.reducer.asked import ask
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
@@ -85,7 +85,7 @@ def test_what_a_silent_thread_has_done_is_no_fall(monkeypatch):
         eventually(lambda: bool(kept.told().samples))
 
 
-def test_events_are_about_jobs_or_warn(kept):
+def test_events_are_about_jobs_or_warn_and_the_latest_are_kept(kept):
     LOG.info("of no interest")
     LOG.info("job %r: rank %d left", "a", 3, extra={"job": "a", "rank": 3})
     LOG.warning("look out")
@@ -98,14 +98,9 @@ def test_events_are_about_jobs_or_warn(kept):
         ("warning", "look out", "", None),
         ("error", "it is over", "", None),
     ]
-
-
-def test_the_latest_events_are_kept(kept):
     for number in range(history.MAX_EVENTS + 5):
         LOG.warning("number %d", number)
-    found = texts(kept)
-    assert len(found) == history.MAX_EVENTS
-    assert found[-1] == f"number {history.MAX_EVENTS + 4}"
+    assert texts(kept) == [f"number {number}" for number in range(5, history.MAX_EVENTS + 5)]
 
 
 def test_events_are_short_and_visible(kept, monkeypatch):
@@ -151,18 +146,13 @@ def test_the_log_shows_no_more_than_it_is_to(capfd):
     with serving("--http", 0, "--log-level", "warning") as reducer:
         with connect(servers=reducer.address, rank=0, world_size=1, job="quiet"):
             pass
-        eventually(lambda: len(_history(reducer.http)["events"]) == 2)
-        events = _history(reducer.http)["events"]
+        eventually(lambda: len(ask(reducer.http, "/history.json").json["events"]) == 2)
+        events = ask(reducer.http, "/history.json").json["events"]
         assert [event["text"] for event in events] == [
             "job 'quiet': all 1 ranks are here",
             "job 'quiet': rank 0 left the job, the last one",
         ]
     assert "quiet" not in capfd.readouterr().err
-
-
-def _history(port):
-    with urlopen(f"http://{port}/history.json", timeout=10) as answer:
-        return dict(json.loads(answer.read()))
 
 
 @pytest.fixture

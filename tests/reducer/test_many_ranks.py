@@ -1,12 +1,10 @@
 """A reducer of 10,000 ranks in 256 jobs: what its HTTP port answers stays small and quick."""
 
-import http.client
 import json
 import threading
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import psutil
 import pytest
@@ -17,6 +15,9 @@ from reducer.monitoring.status import MAX_RANKS
 from reducer.wire.constants import MessageType
 from reducer.wire.header import fingerprint
 from tests.engine.words import Reducer, kinds, number
+from tests.reducer.asked import ask
+
+pytestmark = pytest.mark.extended("tests/reducer/test_http.py::test_what_a_job_does")
 
 RANKS, JOBS = 10_000, 256
 LATE = 9  # ranks that a job waits for; one more than a status tells
@@ -25,13 +26,6 @@ PATHS = ("/status.json", "/history.json", "/metrics", "/", "/page.js")
 ANSWER_S = 1.0
 GROWTH_BYTES = 64 << 20
 LARGEST_BYTES = 2 << 20
-
-
-class Answer(NamedTuple):
-    """What a path has answered: its body, and the processor's time that took at both ends."""
-
-    body: bytes
-    seconds: float
 
 
 def filled():
@@ -79,14 +73,12 @@ def answering(reducer):
         port.close()
 
 
-def ask(port, path):
+def timed(port, path):
+    """Return a path's answer, and the processor's time that it took at both ends, seconds."""
     time.sleep(0.25)  # until what it saw last is too old
     began = time.process_time()
-    connection = http.client.HTTPConnection(port.address, timeout=30)
-    connection.request("GET", path)
-    body = connection.getresponse().read()
-    connection.close()
-    return Answer(body, time.process_time() - began)
+    body = ask(port.address, path).body
+    return body, time.process_time() - began
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +94,8 @@ def answers(grown):
     found = {}
     with answering(filled()) as port:
         for path in PATHS * 3:
-            longest = found[path].seconds if path in found else 0.0
-            answer = ask(port, path)
-            found[path] = answer._replace(seconds=max(longest, answer.seconds))
+            body, seconds = timed(port, path)
+            found[path] = body, max(seconds, found.get(path, (b"", 0.0))[1])
         grown["bytes"] = psutil.Process().memory_info().rss - before
     for path, (body, seconds) in found.items():  # shown by `pytest -s`
         print(f"{path}: {len(body)} bytes in {seconds:.3f} s")  # noqa: T201
@@ -112,23 +103,21 @@ def answers(grown):
     return found
 
 
-@pytest.mark.extended("tests/reducer/test_http.py::test_what_a_job_does")
 def test_all_ranks_are_told(answers):
-    told = json.loads(answers["/status.json"].body)
+    told = json.loads(answers["/status.json"][0])
     assert told["lanes"][0]["members"] == RANKS
     assert told["jobs_total"] == len(told["jobs"]) == JOBS
     assert sum(job["present"] for job in told["jobs"]) == RANKS
     assert {len(job["costliest_ranks"]) for job in told["jobs"]} == {MAX_RANKS}
-    assert json.loads(answers["/history.json"].body)["samples"]
+    assert json.loads(answers["/history.json"][0])["samples"]
 
 
-@pytest.mark.extended("tests/reducer/test_http.py::test_what_a_job_does")
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_costs_less_than_a_second(answers, path):
-    assert answers[path].seconds < ANSWER_S
-    assert len(answers[path].body) < LARGEST_BYTES
+    body, seconds = answers[path]
+    assert seconds < ANSWER_S
+    assert len(body) < LARGEST_BYTES
 
 
-@pytest.mark.extended("tests/reducer/test_http.py::test_what_a_job_does")
 def test_the_process_hardly_grows(answers, grown):
     assert grown["bytes"] < GROWTH_BYTES

@@ -1,7 +1,7 @@
 """`reducer plan`: the seeds' examples, the formulas' corners, and what the command prints."""
 
-import json
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,13 +12,15 @@ from reducer.commands import plan as plan_command
 from reducer.errors import ConfigError
 from reducer.planning import network_model, plan, vertex
 from reducer.wire.layout import SMALLEST_CHUNK, mixed_weights, shards
-from tests.commands import REDUCER, run_command
+from tests.commands import run_here
+from tests.golden import check_golden
 
 LINKS = network_model.Network(100.0, 100.0)
 
 
-def reducer_plan(*arguments):
-    return run_command(*REDUCER, "plan", *arguments)
+def card_s(n, k, kind, links=LINKS):
+    """Seconds for which the busiest card sends a byte of n workers' all-reduce by k reducers."""
+    return network_model.busiest_card_s(n, network_model.shares(n, k, kind), links)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +60,10 @@ def test_the_mixed_split_is_the_published_one(pool):
     assert owned == (Fraction(2 * (n - 1), whole), Fraction(n - k, whole))
     assert k * owned.pool + n * owned.ranks == 1
     # With it all cards are busy for the same time, which is less than a ring's or the pool's.
-    both = network_model.busiest_card_s(n, owned, LINKS)
+    both = card_s(n, k, "mixed")
     assert both == pytest.approx(2 * n * (n - 1) / whole / 100)
     assert both <= network_model.ring_factor(n) / 100 * 1.000001
-    assert (
-        both
-        <= network_model.busiest_card_s(n, network_model.shares(n, k, "pool"), LINKS) * 1.000001
-    )
+    assert both <= card_s(n, k, "pool") * 1.000001
 
 
 @given(pools(), st.integers(1 << 20, 1 << 24))
@@ -79,21 +78,13 @@ def test_the_split_is_the_one_that_buffers_are_cut_by(pool, nbytes):
 
 @pytest.mark.parametrize("n", [2, 4, 8, 64])
 def test_corners_of_the_cards(n):
-    full = network_model.busiest_card_s(n, network_model.shares(n, n, "pool"), LINKS)
-    assert full == pytest.approx(1 / 100)
-    assert network_model.busiest_card_s(
-        n, network_model.shares(n, 2 * n, "pool"), LINKS
-    ) == pytest.approx(1 / 100)
-    assert network_model.busiest_card_s(
-        n, network_model.shares(n, 1, "pool"), LINKS
-    ) == pytest.approx(n / 100)
-    embedded = network_model.busiest_card_s(n, network_model.shares(n, 0, "embedded"), LINKS)
-    assert embedded == pytest.approx(network_model.ring_factor(n) / 100)
+    assert card_s(n, n, "pool") == pytest.approx(1 / 100)
+    assert card_s(n, 2 * n, "pool") == pytest.approx(1 / 100)
+    assert card_s(n, 1, "pool") == pytest.approx(n / 100)
+    assert card_s(n, 0, "embedded") == pytest.approx(network_model.ring_factor(n) / 100)
     # A fast reducer does for several slow ones.
     one_fast = network_model.Network(100.0, 100.0 * n)
-    assert network_model.busiest_card_s(
-        n, network_model.shares(n, 1, "pool"), one_fast
-    ) == pytest.approx(1 / 100)
+    assert card_s(n, 1, "pool", one_fast) == pytest.approx(1 / 100)
 
 
 def test_large_buffers_take_what_the_cards_take():
@@ -109,14 +100,10 @@ def test_small_buffers_take_a_round_trip_and_no_more_than_a_ring():
     assert network_model.ring_s(64, 8, network) == pytest.approx(7e-3, rel=0.01)
 
 
-@given(st.integers(2, 32), st.integers(1 << 10, 1 << 30))
-def test_more_reducers_never_slow_the_cards(workers, nbytes):
+@given(st.integers(2, 32))
+def test_more_reducers_never_slow_the_cards(workers):
     network = network_model.Network(1e8, 1e8)
-    times = [
-        network_model.busiest_card_s(workers, network_model.shares(workers, k, "pool"), network)
-        * nbytes
-        for k in range(1, 2 * workers)
-    ]
+    times = [card_s(workers, k, "pool", network) for k in range(1, 2 * workers)]
     assert times == sorted(times, reverse=True)
 
 
@@ -230,59 +217,25 @@ def test_durations(text, value):
         plan_command.seconds("backward", f"{text}x")
 
 
-LINK = ("--worker-gbps", "100", "--reducer-gbps", "32")
+MACHINES = "--worker-machine n1-highmem-96 --accelerator NVIDIA_TESLA_V100:8"
+MACHINES = f"{MACHINES} --reducer-machine n1-highcpu-16"
+RULE = "reducer plan --worker-gbps 100 --reducer-gbps 32"
+LINES = [
+    f"{RULE} --workers 8 --backward 200ms --reducer-cost 0.5 --worker-cost 4",
+    f"{RULE} --workers 5 --json --reducers 8,16",
+    # The published example: 1 and 4 workers of 8 accelerators, 16 reducers.
+    f"{RULE} --workers 5 --vertex {MACHINES} --image r/i:1 --train 't.py -e 3'",
+]
 
 
-def test_the_command_prints_the_rule_and_a_table():
-    done = reducer_plan("--workers", "8", *LINK, "--backward", "200ms", "--reducer-cost", "0.5")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("25 reducers: 8 x 100 Gbit/s / 32 Gbit/s\n")
-    rows = [line.split() for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
-    assert [row[0] for row in rows[1:]] == ["0", "1", "2", "4", "8", "16", "25"]
-    assert "hours gained per unit" in done.stdout
-
-
-def test_the_command_prints_json():
-    done = reducer_plan("--workers", "5", *LINK, "--json", "--reducers", "8,16")
-    found = json.loads(done.stdout)
-    assert found["reducers_needed"] == 16
-    assert [row["reducers"] for row in found["rows"]] == [8, 16]
-    assert found["job"]["nbytes"] == 10**9
-    assert found["rows"][1]["all_reduce_s"] < found["ring_s"]
-
-
-def test_mistakes_are_one_sentence():
-    for arguments in (("--reducers", "x"), ("--vertex",), ("--mtu", "1")):
-        done = reducer_plan("--workers", "5", *LINK, *arguments)
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr
-        assert done.stdout == ""
-
-
-MACHINES = ("--worker-machine", "n1-highmem-96", "--reducer-machine", "n1-highcpu-16")
-
-
-def test_a_job_of_vertex():
-    """The published example: 1 and 4 workers of 8 accelerators, 16 reducers."""
-    given = ("--image", "r/i:1", "--accelerator", "NVIDIA_TESLA_V100:8", "--train", "t.py -e 3")
-    done = reducer_plan("--workers", "5", *LINK, "--vertex", *MACHINES, *given)
-    assert done.returncode == 0, done.stderr
-    first, second, third = json.loads(done.stdout)["workerPoolSpecs"]
-    assert [pool["replicaCount"] for pool in (first, second, third)] == [1, 4, 16]
-    assert first["machineSpec"] == second["machineSpec"]
-    assert first["machineSpec"] == {
-        "machineType": "n1-highmem-96",
-        "acceleratorType": "NVIDIA_TESLA_V100",
-        "acceleratorCount": 8,
-    }
-    assert third["machineSpec"] == {"machineType": "n1-highcpu-16"}
-    command = ["worker-client", "launch", "--", "t.py", "-e", "3"]
-    assert third["containerSpec"] == {
-        "imageUri": "r/i:1",
-        "command": command,
-        "env": [{"name": "REDUCTION_INSECURE", "value": "1"}],
-    }
-    assert first["containerSpec"] == {"imageUri": "r/i:1", "command": command}
+def test_what_the_command_prints():
+    said = ""
+    for line in LINES:
+        done = run_here(line, env={"COLUMNS": "150"})
+        assert done.returncode == 0, done.stderr
+        printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
+        said += f"$ {line}\n{printed}\n\n"
+    check_golden(Path(__file__).with_name("plan.txt"), said)
 
 
 def machines(**others):

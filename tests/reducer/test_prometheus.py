@@ -14,9 +14,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
-from urllib.error import URLError
 from urllib.parse import urlencode
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -25,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.commands import free_ports, run_command, serving
 from tests.conftest import joined
 from tests.ranks import environments, ranks
+from tests.reducer.asked import ask
 from tests.waits import eventually
 
 yaml = pytest.importorskip("yaml", reason="needs the extra `dev`")
@@ -70,8 +69,8 @@ def test_every_metric_and_label_is_one_that_a_reducer_tells():
             time.sleep(0.02)
             for work in (clients[1].all_reduce(np.ones(64, np.float32)), first):
                 work.wait(20)
-        eventually(lambda: 'rank="1"' in _metrics(reducer))
-        families = list(text_string_to_metric_families(_metrics(reducer)))
+        eventually(lambda: 'rank="1"' in ask(reducer.http, "/metrics").text)
+        families = list(text_string_to_metric_families(ask(reducer.http, "/metrics").text))
     names = {family.name + "_total" * (family.type == "counter") for family in families}
     labels = {label for each in families for sample in each.samples for label in sample.labels}
     asked = [query for _, query in queries()] + [alert["expr"] for alert in ALERTS]
@@ -84,11 +83,6 @@ def test_every_metric_and_label_is_one_that_a_reducer_tells():
         for together in re.findall(r"\b(?:by|on) \(([^)]*)\)", query):
             said += together.split(", ")
         assert set(said) <= labels | OF_PROMETHEUS, query
-
-
-def _metrics(reducer):
-    with urlopen(f"http://{reducer.http}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
 
 
 def test_the_dashboard_can_be_imported_beside_others():
@@ -163,9 +157,7 @@ class Prometheus(NamedTuple):
 
     def ask(self, path, **parameters):
         """Return what a path of its API answers."""
-        url = f"http://{self.address}/api/v1/{path}?{urlencode(parameters)}"
-        with urlopen(url, timeout=10) as answer:
-            found = json.load(answer)
+        found = ask(self.address, f"/api/v1/{path}?{urlencode(parameters)}").json
         assert found["status"] == "success"
         return found["data"]
 
@@ -178,9 +170,8 @@ class Prometheus(NamedTuple):
     def ready(self):
         """Whether it answers already."""
         try:
-            with urlopen(f"http://{self.address}/-/ready", timeout=10) as answer:
-                return int(answer.status) == 200
-        except (URLError, ConnectionError):
+            return ask(self.address, "/-/ready").code == 200
+        except ConnectionError:
             return False
 
     def alerts(self, name):

@@ -2,11 +2,12 @@
 
 import json
 import socket
-import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,8 +26,9 @@ from reducer.commands.status import (
 from reducer.errors import ConfigError, ReducerLostError, RemoteProtocolError
 from reducer.monitoring import status
 from reducer.wire.messages import Straggler
-from tests.commands import REDUCER, run_command, serving
+from tests.commands import run_here, serving
 from tests.conftest import joined
+from tests.golden import check_golden
 from worker_client.commands.demo.ranks import free_port
 
 pytestmark = pytest.mark.usefixtures("no_settings")
@@ -36,10 +38,6 @@ pytestmark = pytest.mark.usefixtures("no_settings")
 def pool():
     with serving("--http", 0) as first, serving("--http", 0, "--threads", 2) as second:
         yield [first, second]
-
-
-def reducer(*arguments):
-    return run_command(*REDUCER, *arguments)
 
 
 @contextmanager
@@ -65,16 +63,15 @@ def answering(code, body):
 
 def test_a_pool_and_its_jobs(pool):
     ports = ",".join(each.http for each in pool)
-    servers = [each.address for each in pool]
-    with joined(2, servers=servers, job="told") as clients:
+    with joined(2, servers=[each.address for each in pool], job="told") as clients:
         works = [client.all_reduce(np.ones(500_000, np.float32)) for client in clients]
         for work in works:
             work.wait(20)
-        done = reducer("status", ports)
+        done = run_here(f"reducer status {ports}")
         assert done.returncode == 0, done.stderr
         for word in (*(each.http for each in pool), "serving", "told", "2 of 2", "none"):
             assert word in done.stdout
-        done = reducer("status", ports, "--json")
+        done = run_here(f"reducer status {ports} --json")
         assert done.returncode == 0
         found = json.loads(done.stdout)
     assert [each["http"] for each in found] == [each.http for each in pool]
@@ -86,29 +83,26 @@ def test_a_pool_and_its_jobs(pool):
 def test_top_tells_rates(pool):
     with (
         joined(2, servers=[pool[0].address], job="busy") as clients,
-        subprocess.Popen(
-            [*REDUCER, "top", pool[0].http, "--interval", "0.5", "--count", "3"],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as process,
+        ThreadPoolExecutor(1) as thread,
     ):
-        while process.poll() is None:
+        top = thread.submit(run_here, f"reducer top {pool[0].http} --interval 0.5 --count 3")
+        while not top.done():
             works = [client.all_reduce(np.ones(100_000, np.float32)) for client in clients]
             for work in works:
                 work.wait(20)
-        pictures = process.stdout.read()
-        assert process.returncode == 0
+    assert top.result().returncode == 0
+    pictures = top.result().stdout
     assert pictures.count("contributions/s") == 3
     assert "MB" in pictures.rpartition("Reducers")[2]
 
 
 def test_one_that_is_not_there_is_named_beside_the_others(pool):
     nobody = f"127.0.0.1:{free_port()}"
-    done = reducer("status", f"{pool[0].http},{nobody}")
+    done = run_here(f"reducer status {pool[0].http},{nobody}")
     assert done.returncode == 1
     assert "serving" in done.stdout
     assert f"nothing listens at {nobody}" in done.stdout
-    done = reducer("status", nobody, "--json")
+    done = run_here(f"reducer status {nobody} --json")
     assert done.returncode == 1
     (found,) = json.loads(done.stdout)
     assert set(found) == {"http", "error"}
@@ -162,13 +156,6 @@ def test_bad_addresses(text):
         addresses(text)
 
 
-def test_a_wrong_command_has_an_exit_code_of_its_own():
-    done = reducer("status", "host")
-    assert done.returncode == 2
-    assert "HOST:PORT" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_addresses():
     assert addresses("a:1, 9090,[::1]:2") == ["a:1", "127.0.0.1:9090", "[::1]:2"]
 
@@ -183,10 +170,14 @@ STATUS = status.ReducerStatus(
 
 
 def shown(found, rates=None):
-    console = Console(width=200)
+    console = Console(width=120)
     with console.capture() as capture:
         console.print(render(found, rates))
-    return capture.get()
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
+
+
+def with_job(**changes):
+    return replace(STATUS, jobs=(replace(JOB, **changes),))
 
 
 def test_json_there_and_back():
@@ -195,42 +186,28 @@ def test_json_there_and_back():
     assert status.load(json.dumps(later).encode()) == STATUS
 
 
-def test_rates():
+def test_what_is_shown_of_a_pool():
+    """A job of several reducers is one row, the rank that most of them name one sentence.
+
+    What a reducer says does nothing to the terminal.
+    """
+    late, slow = Straggler(3, "late", 0.9, 0.042), Straggler(1, "slow", 1.0, 0.5)
+    found = [
+        Found("a:1", with_job(straggler=late), None),
+        Found("b:1", with_job(present=2, ranks_absent="2-3"), None),
+        Found("c:1", with_job(straggler=replace(late, share=0.91)), None),
+        Found("d:1", with_job(straggler=slow), None),
+        Found("e:1", with_job(name="x\x1b]0;y\x07[red]", ranks_absent="\x9b3"), None),
+        Found("f:1", None, ReducerLostError("nothing listens", reducer="f:1")),
+    ]
     later = replace(STATUS, uptime_s=12.0, counters={**COUNTERS, "bytes_in": 10_004_000})
     before, after = [Found("a:1", STATUS, None)], [Found("a:1", later, None)]
     assert rates_between(before, after) == {"a:1": Rates(0.0, 5e6, 0.0)}
-    assert "5 MB" in shown(after, rates_between(before, after))
-    again = replace(later, incarnation="j")
-    assert rates_between(before, [Found("a:1", again, None)]) == {}
-    assert rates_between([Found("a:1", None, None)], after) == {}
-
-
-def test_the_rank_that_most_reducers_name_is_shown():
-    one, other = Straggler(3, "late", 0.9, 0.042), None
-    third = Straggler(1, "slow", 1.0, 0.5)
-    told = [one, other, replace(one, share=0.91), third]
-    statuses = [replace(STATUS, jobs=(replace(JOB, straggler=each),)) for each in told]
-    text = shown([Found(f"{at}:1", each, None) for at, each in enumerate(statuses)])
-    line = "the others wait for rank 3 for 91% of the time, about 42 ms each: it comes late"
-    assert f"job {JOB.name}: {line}" in text
-    assert "rank 1" not in text
-
-
-def test_what_a_reducer_says_does_nothing_to_the_terminal():
-    odd = replace(STATUS, jobs=(replace(JOB, name="x\x1b]0;y\x07[red]", ranks_absent="\x9b3"),))
-    text = shown([Found("a:1", odd, None)])
-    assert "\\x1b]0;y\\x07[red]" in text
+    text = shown(found) + shown(after, rates_between(before, after))
+    check_golden(Path(__file__).with_name("status.txt"), text)
     assert not any(each in text for each in "\x1b\x07\x9b")
-
-
-def test_a_job_of_several_reducers_is_one_row():
-    other = replace(STATUS, jobs=(replace(JOB, present=2, ranks_absent="2-3"),))
-    found = [Found("a:1", STATUS, None), Found("b:1", other, None), Found("c:1", None, None)]
-    rows = [line for line in shown(found).splitlines() if line.strip().startswith("job ")]
-    assert "2 of 2" in rows[1]
-    assert "2 of 4" in rows[1]
-    assert "2-3" in rows[1]
-    assert len(rows) == 2  # heading and job
+    again = [Found("a:1", replace(later, incarnation="j"), None)]
+    assert rates_between(before, again) == rates_between([Found("a:1", None, None)], after) == {}
 
 
 def test_very_many_jobs_are_cut():

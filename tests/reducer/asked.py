@@ -1,0 +1,32 @@
+"""What a reducer's HTTP port answers."""
+
+import http.client
+import json
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """One answer."""
+
+    code: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def text(self):
+        return self.body.decode()
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+
+def ask(address, path, method="GET", **headers):
+    """Ask a port for a path, as a program does."""
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return Answer(response.status, dict(response.getheaders()), response.read())
+    finally:
+        connection.close()
