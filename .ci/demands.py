@@ -99,19 +99,19 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/engine/lateness*", ("tests/lab/test_stragglers.py",)),
     (
         "reducer/engine/* reducer/runtime/* worker_client/runtime/*",
-        ("tests/faults", f"{JOBS}pauses.py", f"{JOBS}rolling.py"),
+        ("tests/faults", f"{JOBS}faults.py"),
     ),
     ("reducer/failpoints/* */faults.py", ("tests/faults",)),
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
-    (_modules("failover shard_map"), (f"{JOBS}ddp_failover.py", f"{JOBS}failures.py")),
-    (_modules("fallback handover process_group"), (f"{JOBS}fallback.py",)),
+    (_modules("failover shard_map"), (f"{JOBS}faults.py", f"{JOBS}failures.py")),
+    (_modules("fallback handover process_group"), (f"{JOBS}faults.py",)),
     (
         _modules("elastic communicator membership replay_log reconcile lobby admission"),
-        ("tests/memberships", f"{JOBS}elastic.py", f"{JOBS}join.py", "tests/lab/test_elastic.py"),
+        ("tests/memberships", f"{JOBS}faults.py", f"{JOBS}join.py", "tests/lab/test_elastic.py"),
     ),
     ("worker_client/outer/*", ("tests/quorum", f"{JOBS}quorum.py", FRAMEWORKS)),
-    (_modules("lifecycle operation"), (f"{JOBS}rank_loss.py",)),
+    (_modules("lifecycle operation"), (f"{JOBS}rank_loss.py", f"{JOBS}faults.py")),
     (
         _modules("hierarchical node_* placement"),
         (f"{JOBS}hierarchy", "tests/lab/test_hierarchy.py"),
@@ -119,7 +119,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_modules("wire_rule casting weighted cast*"), (f"{JOBS}wire_dtype.py",)),
     ("worker_client/staging/cast*", ("tests/kernels",)),
     ("worker_client/staging/*", (f"{JOBS}staged_ddp.py",)),
-    (_modules("hosting"), (f"{JOBS}embedded.py",)),
+    (_modules("hosting"), (f"{JOBS}faults.py",)),
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (
         _modules(

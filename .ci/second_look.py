@@ -39,8 +39,8 @@ RAN_TO_ITS_END = re.compile(r"^make: \*\*\* \[.*\] Error 1$", re.M)
 # They search for a wrong or missing result, with limits that are part of the promise.
 GUARANTEE = (
     *("tests/sim/", "tests/quorum/", "tests/memberships/", "tests/engine/", "tests/kernels/"),
-    *("tests/torture/test_guarantee", "tests/integration/test_bits.py", "tests/faults/"),
-    "tests/transport/test_resume",
+    *("tests/integration/test_bits.py", "tests/integration/test_faults.py", "tests/faults/"),
+    *("tests/torture/test_guarantee", "tests/transport/test_resume"),
 )
 BUSY = "while True: pass"
 
