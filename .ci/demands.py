@@ -169,11 +169,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hostile/*", (SECURITY,)),
     ("bench/sites.py examples/*gpt*.py", ("tests/lab/test_sites.py",)),
     ("examples/gpt_text.py", ("tests/lab/test_tutorial.py",)),
-    ("torture/rolling* torture/chaos_run.py", (f"{JOBS}rolling.py",)),
-    (
-        "torture/chaos* torture/fault* torture/rank_loss.py",
-        (f"{JOBS}rank_loss.py", f"{JOBS}elastic.py", f"{JOBS}ddp_failover.py", "tests/lab"),
-    ),
+    ("torture/chaos* torture/fault* torture/rank_loss.py", (f"{JOBS}rank_loss.py", "tests/lab")),
 )
 
 

@@ -1,0 +1,27 @@
+"""The commands that torture jobs, in a short form: nothing is lost, and they say so."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_command
+
+pytestmark = pytest.mark.extended("tests/torture/test_guarantee.py::test_gradients")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("rolling --reducers 2 --paces 50 --gaps 1 --signals TERM", r" TERM +\d+ +0 +0 +yes\n"),
+        ("rolling --reducers 2 --paces 50 --gaps 1 --signals KILL", r" KILL +\d+ +0 +0 +yes\n"),
+        ("chaos --kills 3 --workers 2 --reducers 2", r"steps lost +0\nweights identical +yes\n"),
+    ],
+)
+def test_a_command_finds_nothing_wrong(command, said):
+    module, *options = command.split()
+    root = Path(__file__).parents[2]
+    done = run_command(sys.executable, "-m", f"torture.{module}", *options, cwd=root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(said, done.stdout), done.stdout
