@@ -129,7 +129,7 @@ def test_runs_of_one_name_are_told_apart(no_settings, monkeypatch, told, other):
     with local_pool(1) as servers, connect(servers=servers):
         tell(monkeypatch, other)
         with pytest.raises(StaleGenerationError, match="another REDUCTION_JOB"):
-            connect(servers=servers, connect_timeout="1s")
+            connect(servers=servers, connect_timeout="20s")
 
 
 MOUNTS = pytest.mark.skipif(
