@@ -12,8 +12,7 @@ pytest.importorskip("torch", reason="needs torch")
 
 
 from tests.ranks import Loopback
-from torture.chaos_blows import Blow, at_random
-from torture.chaos_run import train
+from torture.chaos_run import Blow, at_random, train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="labs need Linux")
 
