@@ -23,7 +23,6 @@ class Step(NamedTuple):
 
     Attributes:
         name: of its files.
-        command: module and options.
         shaped: whether it needs hosts with links of their own, and so root.
         outputs: options for its files; ``{0}`` is their path without suffix.
     """
@@ -85,7 +84,6 @@ def main() -> int:
 
 
 def run(command: str) -> int:
-    """Print a command, run it, and return its exit code."""
     print(f"\npython -m {command}", flush=True)
     return subprocess.run([sys.executable, "-m", *shlex.split(command)], check=False).returncode
 

@@ -18,7 +18,6 @@ SHAPE = BLOCKS, VALUES
 
 
 def drawn(rng: Generator) -> dict[str, np.ndarray]:
-    """Return blocks of values by the name of their distribution."""
     one_large = rng.standard_normal(SHAPE)
     one_large[np.arange(BLOCKS), rng.integers(0, VALUES, BLOCKS)] = 1000
     return {
@@ -31,7 +30,6 @@ def drawn(rng: Generator) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
-    """Round every distribution in both ways and print what that takes away."""
     chosen = casts.select()
     for name, blocks in drawn(np.random.default_rng(0)).items():
         values = blocks.astype(np.float32)

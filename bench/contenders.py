@@ -5,12 +5,13 @@ buffer, then `close`. Nothing here is timed or counted; `bench.worker` does that
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import psutil
 
@@ -33,6 +34,8 @@ class Contender:
         wire_dtype: what ours sends float32 as, such as ``bf16``; empty for itself.
         keyed: whether its pool has keys, so that everything is encrypted.
         chunk, window: sizes of ours that are forced, such as ``256KiB``; empty for the rules.
+        label: what it is called, with reducers of its own; empty for what it is.
+        root: the checkout whose code it is.
     """
 
     kind: Kind
@@ -41,13 +44,15 @@ class Contender:
     keyed: bool = False
     chunk: str = ""
     window: str = ""
+    label: str = ""
+    root: Path = ROOT
 
     @property
     def name(self) -> str:
         """A short name, such as ``pool-8``, ``pool-8-bf16-keys``, ``embedded`` or ``gloo``."""
         forced = (self.chunk, self.window)
         parts = (self.kind, str(self.reducers or ""), self.wire_dtype, "keys" * self.keyed, *forced)
-        return "-".join(part for part in parts if part)
+        return self.label or "-".join(part for part in parts if part)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -58,12 +63,7 @@ class Contender:
     @property
     def pool(self) -> str:
         """Contenders of which this is the same share their reducers."""
-        return "keys" * self.keyed
-
-    @property
-    def root(self) -> Path:
-        """The checkout whose code it is."""
-        return ROOT
+        return self.label or "keys" * self.keyed
 
     @property
     def ours(self) -> bool:
@@ -76,12 +76,8 @@ class Place:
     """Where a rank is, and who else takes part.
 
     Attributes:
-        rank: from 0.
-        world_size: number of ranks.
-        address: of this rank's host.
         leader: address of rank 0's host.
         servers: the reducers as ``host:port``, in the same order at every rank.
-        wire_dtype: as of `Contender`.
         keys: directory of the job's keys, empty for none.
         job: what the job is called at reducers that it shares with others.
     """
@@ -96,15 +92,17 @@ class Place:
     job: str = ""
 
 
-class AllReduce(Protocol):
+class AllReduce(ABC):
     """One way to all-reduce."""
 
     def offer(self) -> str:
         """Open what others connect to and return how, in this implementation's own words."""
+        return ""
 
-    def join(self, offers: Sequence[str]) -> None:
+    def join(self, offers: Sequence[str]) -> None:  # noqa: B027 (mpirun has connected the ranks)
         """Connect, given the offers of all ranks in rank order."""
 
+    @abstractmethod
     def bind(self, *arrays: Array) -> Callable[[], object]:
         """Return a call that sums arrays over all ranks, in place, and waits for the end.
 
@@ -112,20 +110,17 @@ class AllReduce(Protocol):
         where the implementation can do that.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Leave."""
 
 
-class Pool:
+class Pool(AllReduce):
     """Ours, with reducers that run already."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
         self._client: Any = None
-
-    def offer(self) -> str:
-        """Nothing: everybody connects to the reducers."""
-        return ""
 
     def join(self, offers: Sequence[str]) -> None:
         """Connect to the reducers."""
@@ -152,7 +147,7 @@ class Pool:
             self._client.shutdown()
 
 
-class Gloo:
+class Gloo(AllReduce):
     """PyTorch's ``all_reduce`` over Gloo."""
 
     def __init__(self, place: Place) -> None:
@@ -183,10 +178,8 @@ class Gloo:
 
     def bind(self, *arrays: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""
-        tensors, all_reduce = (
-            [self._torch.from_numpy(array) for array in arrays],
-            self._dist.all_reduce,
-        )
+        tensors = [self._torch.from_numpy(array) for array in arrays]
+        all_reduce = self._dist.all_reduce
         if len(tensors) == 1:
             return lambda: all_reduce(tensors[0])
 
@@ -241,7 +234,7 @@ class Embedded(Gloo):
         super().close()
 
 
-class Mpi:
+class Mpi(AllReduce):
     """Open MPI through mpi4py; `mpirun` has told the process who it is."""
 
     def __init__(self, place: Place) -> None:
@@ -252,13 +245,6 @@ class Mpi:
     def rank(self) -> int:
         """The rank that MPI gave this process."""
         return int(self._mpi.COMM_WORLD.Get_rank())
-
-    def offer(self) -> str:
-        """Nothing: mpirun has connected the ranks."""
-        return ""
-
-    def join(self, offers: Sequence[str]) -> None:
-        """Nothing to do."""
 
     def bind(self, *arrays: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""

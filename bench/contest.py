@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,9 @@ def hosts_needed(workers: int, contenders: Sequence[Contender]) -> int:
 
 @dataclass(frozen=True)
 class Step:
-    """Several all-reduces that are measured as one.
+    """Several all-reduces that are measured as one, with the name under which they were asked for.
 
     Attributes:
-        name: as it was written, such as ``64B+64MiB``.
         groups: bytes of the buffers that are begun together, group by group; each group is waited
             for before the next one begins.
     """
@@ -62,10 +60,8 @@ class Tally:
 
     Attributes:
         rounds: by round, what `durations` says.
-        worker_cpu: processor seconds of all ranks in the timed iterations.
-        reducer_cpu: the same of all reducers that it uses.
-        wrong: elements that were not what they must be.
-        checked: elements that were compared.
+        worker_cpu, reducer_cpu: processor seconds of all ranks, or reducers, in timed iterations.
+        wrong: of the elements that were checked.
     """
 
     rounds: list[list[float]] = field(default_factory=list)
@@ -91,17 +87,11 @@ class Tally:
 
 
 class Contest:
-    """The processes of all contenders in a lab, from enter to exit.
-
-    Args:
-        lab: with hosts enough.
-        workers: ranks of each contender.
-        contenders: who they are.
-        streams: connections of iperf3 that the payload rate is measured with.
+    """The processes of all contenders in a lab.
 
     Attributes:
         skipped: contenders that cannot be measured (any more), and why.
-        payload_rates: that of a link, in bytes/s; empty if links are not shaped.
+        payload_rates: that of a link over so many streams, in bytes/s; empty if it is not shaped.
     """
 
     def __init__(
@@ -116,49 +106,35 @@ class Contest:
         self._crews: list[Crew] = []
         self._reducers: dict[str, list[pool.Reducer]] = {}
         self._keys = Path()  # what `reducer keygen` has made, if a contender needs it
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Contest:
-        with ExitStack() as stack:
-            if self._lab.mbit is not None:
-                self.payload_rates.append(self._lab.payload_rate(self._streams))
-            self._start_reducers(stack)
-            control = Control()
-            stack.callback(control.close)
-            for contender in self._contenders:
-                if reason := unavailable(contender):
-                    self.skipped[contender.name] = reason
-                    continue
-                servers = tuple(reducer.address for reducer in self._reducers[contender.name])
-                keys = str(self._keys / "jobs" / KEY) if contender.keyed else ""
-                crew = Crew(contender, self._lab, self._workers, servers, keys)
-                stack.callback(crew.stop)
-                crew.start(control)
-                self._crews.append(crew)
-            control.gather(self._crews)
-            for crew in self._crews:
-                self._attempt(crew, crew.join)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def start(self, stack: ExitStack) -> None:
+        """Start all processes, which end with the stack."""
+        if self._lab.mbit is not None:
+            self.payload_rates.append(self._lab.payload_rate(self._streams))
+        self._start_reducers(stack)
+        control = Control()
+        stack.callback(control.close)
+        for contender in self._contenders:
+            if reason := unavailable(contender):
+                self.skipped[contender.name] = reason
+                continue
+            servers = tuple(reducer.address for reducer in self._reducers[contender.name])
+            keys = str(self._keys / "jobs" / KEY) if contender.keyed else ""
+            crew = Crew(contender, self._lab, self._workers, servers, keys)
+            stack.callback(crew.stop)
+            crew.start(control)
+            self._crews.append(crew)
+        control.gather(self._crews)
+        for crew in self._crews:
+            self._attempt(crew, crew.join)
 
     def measure(self, size: int | Step, *, rounds: int, iterations: int | None = None) -> list[Row]:
-        """Measure all contenders at one size, in turn and back, `rounds` times in all.
+        """Measure all contenders that are still there at one size, in turn and back.
 
         Args:
             size: bytes of the buffer at each rank, or a step of several all-reduces.
             rounds: how often each has its turn.
             iterations: all-reduces per turn; None for as many as take about `BLOCK_S`.
-
-        Returns:
-            One row per contender that is still there.
         """
         tallies = {crew.name: Tally() for crew in self._crews}
         for turn in range(rounds):
@@ -177,11 +153,7 @@ class Contest:
         return rows
 
     def ask(self, name: str, action: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Give all ranks of a contender a command; their replies, in rank order.
-
-        Raises:
-            HarnessError: a rank failed.
-        """
+        """Give all ranks of a contender a command; their replies, in rank order."""
         (crew,) = (crew for crew in self._crews if crew.name == name)
         return crew.ask(action, **arguments)
 
@@ -288,9 +260,6 @@ def durations(replies: list[dict[str, Any]]) -> list[float]:
 
     A rank that ends late begins the next one late, and others wait for it there: the longest of the
     ranks' own times would count that twice, and a series longer than it took.
-
-    Args:
-        replies: of all ranks to ``run``.
     """
     last = [max(ends) for ends in zip(*(reply["ends"] for reply in replies), strict=True)]
     begun = min(reply["begun"] for reply in replies)

@@ -10,21 +10,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from bench import mpi
 from bench.contenders import Contender, Place
 from harness import HarnessError
-from lab import Lab
+from lab import Host, Lab
 
 ABORT_S = 5.0
 LAST_LINES = 60
 START_S = 180.0  # importing torch in 16 processes at once takes its time on few cores
 REPLY_S = 120.0
+# Open MPI starts a daemon on every host with `AGENT HOST COMMAND`, as it would with ssh.
+AGENT = Path(__file__).with_name("mpi_agent.sh")
+# TCP alone: shared memory would leave the links, and the comparison, out. Ranks that wait yield the
+# processor, which they share with everybody here.
+SETTINGS = {"pml": "ob1", "btl": "tcp,self", "mpi_yield_when_idle": "1"}
 
 
 class Control:
@@ -63,11 +68,7 @@ class Control:
 
 
 class Member:
-    """The connection to one worker.
-
-    Attributes:
-        pid: its process, once it has said hello.
-    """
+    """The connection to one worker, and its process id, once it has said hello."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.pid = 0
@@ -97,11 +98,7 @@ class Member:
 
 
 class Crew:
-    """All ranks of one contender.
-
-    Attributes:
-        failure: why it cannot be measured; empty as long as it can.
-    """
+    """All ranks of one contender, and why it cannot be measured, once that is so."""
 
     def __init__(
         self,
@@ -154,7 +151,7 @@ class Crew:
             for host in hosts
         ]
         if self.contender.kind == "mpi":
-            commands = [(hosts[0], mpi.command(hosts, [*python, json.dumps(asdict(places[0]))]))]
+            commands = [(hosts[0], _mpirun(hosts, [*python, json.dumps(asdict(places[0]))]))]
         else:
             commands = [
                 (host, [*python, json.dumps(asdict(place))])
@@ -178,12 +175,7 @@ class Crew:
     def ask(
         self, action: str, *, patience_s: float = REPLY_S, **arguments: Any
     ) -> list[dict[str, Any]]:
-        """Give all ranks one command and return their replies, in rank order.
-
-        Args:
-            action: method of `bench.worker.Worker`.
-            patience_s: when to give up.
-            arguments: of the method.
+        """Give all ranks one command of `bench.worker.Worker`; return their replies, in rank order.
 
         Raises:
             HarnessError: a rank failed or has failed before.
@@ -224,6 +216,24 @@ class Crew:
         for member in self.members.values():
             member.close()
         self._said.close()
+
+
+def _mpirun(hosts: Sequence[Host], program: Sequence[str]) -> list[str]:
+    settings = dict(SETTINGS)
+    if len({host.address for host in hosts}) > 1:
+        settings |= {"plm_rsh_agent": str(AGENT), "oob_tcp_if_include": "eth0"}
+        settings |= {"btl_tcp_if_include": "eth0"}
+        where = ["--host", ",".join(f"{host.name}:1" for host in hosts)]
+    else:
+        settings |= {"btl_tcp_if_include": "lo"}
+        where = ["--oversubscribe"]
+    options = [word for name, value in settings.items() for word in ("--mca", name, value)]
+    return [
+        "mpirun",
+        "--allow-run-as-root",
+        *("--np", str(len(hosts)), *where, *options),
+        *("--bind-to", "none", *program),
+    ]
 
 
 def _end(process: subprocess.Popen[str]) -> None:

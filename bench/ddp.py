@@ -14,22 +14,76 @@ train, `bench.ddp_figures` what the figures mean.
 
 import re
 import sys
+from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
 
 from bench import ddp_models, options, report
-from bench.ddp_figures import NO_OP, Reports
-from bench.ddp_run import Spec, measure
+from bench.ddp_figures import NO_OP, OURS, Reports
 from bench.results import DdpResults, Run
-from harness import HarnessError
+from harness.ranks import training
 from lab import Lab, LabUnavailable
+from worker_client.ddp import DEFAULT_BUCKET_CAP_MB
 
 BAR_SAMPLES = 1.4  # ours over the faster Gloo
 BAR_EXPOSED = 1.1  # exposed communication over the ideal
+WARMUP_STEPS = 3
+TORCH_BYTES = 400 << 20  # of a process that has imported torch
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is to be measured; the command line's options describe it."""
+
+    model: str
+    workers: int
+    reducers: int
+    compute_s: float
+    gloo_caps_mb: tuple[int, ...]
+    steps: int
+    rounds: int
+
+    @property
+    def variants(self) -> list[dict[str, Any]]:
+        """Arguments of the ranks' `Variant`, ours first."""
+        cap = DEFAULT_BUCKET_CAP_MB
+        gloo = [
+            # 25 is DDP's default, and only as the default does it come with a small first bucket.
+            {"name": f"gloo-{mb}", "hook": "gloo", "cap_mb": None if mb == 25 else mb}
+            for mb in self.gloo_caps_mb
+        ]
+        return [
+            {"name": OURS, "hook": "reducers", "cap_mb": cap},
+            *gloo,
+            {"name": NO_OP, "hook": "no-op", "cap_mb": cap},
+        ]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What all ranks need: per variant weights and gradients, and some of them once more."""
+        copies = 2 * len(self.variants) + 2
+        return self.workers * (TORCH_BYTES + copies * ddp_models.nbytes(self.model))
+
+
+def measure(spec: Spec, lab: Lab) -> Reports:
+    """Train in a lab with a host per worker and one per reducer."""
+    reports = Reports(spec.workers)
+    arguments = {
+        "model": spec.model,
+        "compute_s": spec.compute_s,
+        "variants": spec.variants,
+        "steps": spec.steps,
+        "warmup": WARMUP_STEPS,
+        "rounds": spec.rounds,
+    }
+    with training(lab, spec.workers, "bench.ddp_worker", arguments) as ranks:
+        while ranks.running:
+            if said := ranks.hear():
+                reports.add(said)
+    return reports
 
 
 class Model(str, Enum):
@@ -44,14 +98,10 @@ class Model(str, Enum):
 def main(  # noqa: PLR0917 (options have names on the command line)
     model: Annotated[Model, typer.Option(help="What to train.")] = Model.RESNET50,
     workers: Annotated[int, typer.Option(min=1, help="Ranks, each on a host of its own.")] = 4,
-    reducers: Annotated[int, typer.Option(min=1, help="Reducers on hosts of their own.")] = 4,
-    embedded: Annotated[
-        bool, typer.Option("--embedded", help="No such reducers: ranks host them.")
-    ] = False,
-    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 1000.0,
-    unshaped: Annotated[
-        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
-    ] = False,
+    reducers: options.Reducers = 4,
+    embedded: options.Embedded = False,
+    mbit: options.Mbit = 1000.0,
+    unshaped: options.Unshaped = False,
     compute: Annotated[
         str, typer.Option(help="Forward and backward time of a simulated model.")
     ] = "100ms",
@@ -59,9 +109,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         str, typer.Option(help="bucket_cap_mb of Gloo's variants; 25 is DDP's default, 64 ours.")
     ] = "25,64",
     steps: Annotated[int, typer.Option(min=1, help="Of a variant in a round.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
-    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
+    rounds: options.Rounds = 5,
+    json: options.Json = None,
+    plot: options.Plot = None,
     check: Annotated[
         bool, typer.Option("--check", help="Fail below the bars of the default run.")
     ] = False,
@@ -83,12 +133,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         )
     rate = options.link_rate(None if unshaped else mbit)
     run = options.begin("bench.ddp")
-    try:
-        with options.lab(workers + spec.reducers, rate) as lab:
-            payload_rate = _payload_rate(lab)
-            reports = measure(spec, lab)
-    except (LabUnavailable, HarnessError) as error:
-        sys.exit(f"bench.ddp: {error}")
+    with options.command("bench.ddp"), options.lab(workers + spec.reducers, rate) as lab:
+        payload_rate = _payload_rate(lab)
+        reports = measure(spec, lab)
     found = _results(run, spec, rate, payload_rate, reports)
     print(report.ddp_text(found))
     if json:

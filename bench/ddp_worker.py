@@ -116,15 +116,9 @@ def run(
 ) -> None:
     """Train all variants in turn, `rounds` times; report every turn and at the end the weights.
 
-    Args:
-        model: one of `bench.ddp_models.MODELS`.
-        compute_s: forward and backward time of a simulated model.
-        variants: arguments of `Variant`; all weights are compared with those of the first that has
-            the hook ``gloo``.
-        steps: of each variant and round.
-        warmup: steps of each variant that are not timed: DDP's first step has one bucket with the
-            whole model, and its second is the first with real ones.
-        rounds: how often every variant has its turn.
+    These are compared with those of the first variant that has the hook ``gloo``. Steps of `warmup`
+    are not timed: DDP's first step has one bucket with the whole model, and its second is the first
+    with real ones.
     """
     work = ddp_models.workload(model, compute_s)
     contenders = [Variant(work=work, **variant) for variant in variants]
@@ -156,7 +150,6 @@ def run(
 
 
 def main(spec: str) -> None:
-    """Run one rank as `spec`, a JSON object of `run`'s arguments, says."""
     torch.set_num_threads(1)  # several ranks share the machine
     dist.init_process_group("gloo")
     try:

@@ -18,9 +18,9 @@ from typing import Annotated
 import typer
 
 from bench import options
-from harness import HarnessError, pool
-from harness.ranks import Ranks
-from lab import Host, Lab, LabUnavailable
+from bench.results import Distance
+from harness.ranks import training
+from lab import Host, LabUnavailable
 from worker_client.protocol.joining import auto_streams
 
 PORT = 6000  # of iperf3's first server on a host
@@ -34,10 +34,10 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     streams: Annotated[
         int, typer.Option(min=0, help="Connections to each reducer; 0: as ranks choose.")
     ] = 0,
-    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
-    round_trip_ms: Annotated[float, typer.Option(help="Between two hosts.")] = 200.0,
-    loss_percent: Annotated[float, typer.Option(help="Packets that are lost on the way.")] = 1.0,
-    congestion: Annotated[str, typer.Option(help="How TCP chooses its rate.")] = "bbr",
+    mbit: options.Mbit = 100.0,
+    round_trip_ms: options.RoundTripMs = 200.0,
+    loss_percent: options.LossPercent = 1.0,
+    congestion: options.Congestion = "bbr",
     size: Annotated[str, typer.Option(help="Bytes of an all-reduce.")] = "8MiB",
     in_flight: Annotated[int, typer.Option(min=1, help="All-reduces at once.")] = 6,
     count: Annotated[int, typer.Option(min=2, help="All-reduces in all.")] = 140,
@@ -51,26 +51,17 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     arguments = {"nbytes": nbytes, "in_flight": in_flight, "count": count}
     os.environ["REDUCTION_STREAMS"] = str(streams or "auto")  # of the ranks, which inherit it
     streams = streams or auto_streams(round_trip_ms / 1000)
-    lab = Lab(
-        workers + reducers,
-        mbit,
-        round_trip_ms=round_trip_ms,
-        loss_percent=loss_percent,
-        congestion=congestion,
+    distance = Distance(
+        round_trip_ms=round_trip_ms, loss_percent=loss_percent, congestion=congestion
     )
-    try:
-        with lab:
-            rates = iperf(lab.hosts[:workers], lab.hosts[workers:], streams, iperf_s)
-            running = pool.start(lab.hosts[workers:])
-            servers = [reducer.address for reducer in running]
-            with (
-                Ranks("bench.far_rank", lab.hosts[:workers], arguments, servers) as ranks,
-                breaking(lab.hosts[:workers], break_every_s) as broken,
-            ):
-                said = ranks.hear_all(PATIENCE_S)
-                ranks.tell("done")
-    except (HarnessError, LabUnavailable) as error:
-        sys.exit(f"bench.far: {error}")
+    with options.command("bench.far"), options.lab(workers + reducers, mbit, distance) as lab:
+        rates = iperf(lab.hosts[:workers], lab.hosts[workers:], streams, iperf_s)
+        with (
+            training(lab, workers, "bench.far_rank", arguments) as ranks,
+            breaking(lab.hosts[:workers], break_every_s) as broken,
+        ):
+            said = ranks.hear_all(PATIENCE_S)
+            ranks.tell("done")
     ends = [max(one["ends"][at] for one in said) for at in range(count)]
     half = count // 2
     steady = nbytes * (count - half) / (ends[-1] - ends[half - 1]) / 1e6
@@ -92,11 +83,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
 
 @contextmanager
 def breaking(hosts: list[Host], every_s: float) -> Iterator[list[int]]:
-    """Reset all of a host's connections to reducers from time to time, of each host in turn.
-
-    Yields:
-        How many there were, each time.
-    """
+    """Reset all of a host's connections to reducers at times, of each in turn; yield how many."""
     stop = threading.Event()
     broken: list[int] = []
     command = ["ss", "-H", "-K", "-t", "state", "established"]
@@ -118,11 +105,7 @@ def breaking(hosts: list[Host], every_s: float) -> Iterator[list[int]]:
 
 
 def iperf(workers: list[Host], reducers: list[Host], streams: int, seconds: int) -> list[float]:
-    """Load all links both ways at once, with so many streams of each pair.
-
-    Returns:
-        Bytes per second that each worker sends, and then those that each receives.
-    """
+    """Load all links both ways at once; return bytes/s that each worker sends, then receives."""
     for host in reducers:
         for at in range(len(workers)):
             host.start(["iperf3", "-s", "-1", "-p", str(PORT + at)], stdout=DEVNULL)

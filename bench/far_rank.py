@@ -18,13 +18,7 @@ SCALES = 7  # one all-reduce's values are not the next one's
 
 
 def main(nbytes: int, in_flight: int, count: int) -> None:
-    """Make `count` all-reduces, compare every element, and print what became of them as JSON.
-
-    Args:
-        nbytes: of each, fp32.
-        in_flight: how many at once.
-        count: in all.
-    """
+    """Make `count` all-reduces, so many at once, compare all elements, and print what came."""
     launch = config.launch()
     assert launch.rank is not None
     assert launch.world_size is not None

@@ -53,7 +53,6 @@ def train(seed: int, wire_dtype: str, *, feedback: bool) -> float:
 
 
 def main() -> None:
-    """Train in each way with each seed, and print the errors at rank 0."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name, (wire_dtype, feedback) in MODES.items():

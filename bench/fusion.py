@@ -5,7 +5,6 @@
 README.md defines every option and figure.
 """
 
-import sys
 from statistics import median
 from typing import Annotated
 
@@ -13,9 +12,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter
 
 from bench import options
-from harness import HarnessError, pool
-from harness.ranks import Ranks
-from lab import LabUnavailable
+from harness.ranks import training
 
 PATIENCE_S = 600.0
 NAMES = {"one": "all bytes as one tensor", "waits": "one after the other"}
@@ -24,10 +21,8 @@ NAMES = {"one": "all bytes as one tensor", "waits": "one after the other"}
 def main(  # noqa: PLR0917 (options have names on the command line)
     workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
     reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 4,
-    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 400.0,
-    unshaped: Annotated[
-        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
-    ] = False,
+    mbit: options.Mbit = 400.0,
+    unshaped: options.Unshaped = False,
     tensors: Annotated[int, typer.Option(min=1, help="How many.")] = 1000,
     size: Annotated[str, typer.Option(help="Bytes of each.")] = "4KiB",
     thresholds: Annotated[
@@ -36,7 +31,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     shuffle: Annotated[
         bool, typer.Option("--shuffle", help="Every rank submits in an order of its own.")
     ] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
+    rounds: options.Rounds = 5,
 ) -> None:
     """Compare thresholds of fusion in one run, alternating, and print medians."""
     (nbytes,) = options.sizes(size)
@@ -48,16 +43,13 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         "shuffle": shuffle,
         "rounds": rounds,
     }
-    try:
-        with options.lab(workers + reducers, None if unshaped else mbit) as lab:
-            running = pool.start(lab.hosts[workers:])
-            servers = [reducer.address for reducer in running]
-            module = "bench.fusion_rank"
-            with Ranks(module, lab.hosts[:workers], arguments, servers) as ranks:
-                said = ranks.hear_all(PATIENCE_S)
-                ranks.tell("done")
-    except (HarnessError, LabUnavailable) as error:
-        sys.exit(f"bench.fusion: {error}")
+    with (
+        options.command("bench.fusion"),
+        options.lab(workers + reducers, None if unshaped else mbit) as lab,
+        training(lab, workers, "bench.fusion_rank", arguments) as ranks,
+    ):
+        said = ranks.hear_all(PATIENCE_S)
+        ranks.tell("done")
     where = "loopback, unshaped" if unshaped else f"links of {mbit:g} Mbit/s"
     print(f"# {tensors} tensors of {nbytes} bytes, {workers} ranks, {reducers} reducers, {where}")
     # A way has ended when the last rank has all; ranks begin together.

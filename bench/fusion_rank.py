@@ -22,13 +22,8 @@ TIMEOUT_S = 120.0
 def main(tensors: int, nbytes: int, thresholds: list[int], shuffle: bool, rounds: int) -> None:
     """Time every way in every round, and print the seconds of each as JSON.
 
-    Args:
-        tensors: how many.
-        nbytes: of each, fp32.
-        thresholds: of fusion; each is a way. Others are all of the bytes as one tensor, and each
-            tensor by itself, without a name, with a wait for each.
-        shuffle: whether every rank submits in an order of its own.
-        rounds: how often each way has its turn.
+    Each threshold of fusion is a way. Others are all of the bytes as one tensor, and each tensor by
+    itself, without a name, with a wait for each.
     """
     launch = config.launch()
     parts = [np.ones(nbytes // 4, np.float32) for _ in range(tensors)]

@@ -1,20 +1,56 @@
 """Options that the benchmarks share."""
 
 import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from bench import report, results
 from bench.contenders import Contender
-from bench.contest import Step
+from bench.contest import Contest, Step, hosts_needed
 from bench.results import NEAR, Distance, Kind, Results, Run, Settings
-from lab import Lab
+from harness import HarnessError
+from lab import Lab, LabUnavailable
+
+Workers: TypeAlias = Annotated[int, typer.Option(min=2, help="Ranks, each on a host of its own.")]
+Reducers: TypeAlias = Annotated[int, typer.Option(min=1, help="Reducers on hosts of their own.")]
+Embedded: TypeAlias = Annotated[
+    bool, typer.Option("--embedded", help="No such reducers: ranks host them.")
+]
+AlsoEmbedded: TypeAlias = Annotated[bool, typer.Option(help="Reducers that ranks host, too.")]
+Mbit: TypeAlias = Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")]
+Unshaped: TypeAlias = Annotated[
+    bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
+]
+RoundTripMs: TypeAlias = Annotated[
+    float, typer.Option(help="Between two hosts; 0 for what the kernel takes.")
+]
+LossPercent: TypeAlias = Annotated[float, typer.Option(help="Packets that are lost on the way.")]
+Congestion: TypeAlias = Annotated[str, typer.Option(help="How TCP chooses its rate, such as bbr.")]
+Sizes: TypeAlias = Annotated[str, typer.Option(help="Bytes per rank.")]
+Baselines: TypeAlias = Annotated[str, typer.Option(help="Of gloo, mpi and ring; empty for none.")]
+Iterations: TypeAlias = Annotated[str, typer.Option(help="All-reduces per round, or auto.")]
+Rounds: TypeAlias = Annotated[int, typer.Option(min=1, help="How often each has its turn.")]
+Json: TypeAlias = Annotated[Path | None, typer.Option(help="File for the results.")]
+Plot: TypeAlias = Annotated[Path | None, typer.Option(help="File for a picture (PNG).")]
 
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 BASELINES = {"gloo": Contender("gloo"), "mpi": Contender("mpi"), "ring": Contender("ring")}
+
+
+@contextmanager
+def command(module: str) -> Iterator[None]:
+    """End a command with a message where its processes, or a lab, cannot go on."""
+    try:
+        yield
+    except (HarnessError, LabUnavailable) as error:
+        sys.exit(f"{module}: {error}")
 
 
 def sizes(text: str) -> list[int]:
@@ -92,7 +128,6 @@ def ours(
 
 
 def baselines(text: str) -> list[Contender]:
-    """Read ``gloo,mpi,ring``."""
     words = _words(text)
     for word in words:
         if word not in BASELINES:
@@ -103,6 +138,22 @@ def baselines(text: str) -> list[Contender]:
 def lab(hosts: int, mbit: float | None, distance: Distance = NEAR) -> Lab:
     """Make the lab: hosts with links of this rate, or, if it is None, loopback."""
     return Lab.loopback(hosts) if mbit is None else Lab(hosts, mbit, **distance.model_dump())
+
+
+@contextmanager
+def contest(
+    workers: int,
+    contenders: Sequence[Contender],
+    mbit: float | None,
+    distance: Distance = NEAR,
+    *,
+    streams: int = 1,
+) -> Iterator[Contest]:
+    """Start all contenders in a lab of their own; the arguments are of `lab` and `Contest`."""
+    with lab(hosts_needed(workers, contenders), mbit, distance) as hosts, ExitStack() as stack:
+        running = Contest(hosts, workers, contenders, streams=streams)
+        running.start(stack)
+        yield running
 
 
 def link_rate(mbit: float | None) -> float | None:
@@ -145,11 +196,7 @@ def begin_all_reduces(
 
 
 def finish(found: Results, json: Path | None, plot: Path | None) -> int:
-    """Write the files that were asked for and say what is missing.
-
-    Returns:
-        The exit code: 1 if any element was wrong, or ours was not measured.
-    """
+    """Write the files that were asked for; 1 if an element was wrong, or ours was not measured."""
     for name, reason in found.settings.skipped.items():
         print(f"# {name} was not measured: {reason}")
     if json:

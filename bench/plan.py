@@ -13,10 +13,7 @@ import typer
 
 from bench import options
 from bench.contenders import Contender
-from bench.contest import Contest, hosts_needed
 from bench.results import Row
-from harness import HarnessError
-from lab import LabUnavailable
 from lab.network import BURST_BYTES
 from reducer.planning import network_model, plan
 
@@ -29,32 +26,28 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8",
     reducers: Annotated[str, typer.Option(help="Sizes of the pool.")] = "1,2,4,8",
     size: Annotated[str, typer.Option(help="Bytes per rank, such as 4MiB,16MiB.")] = "16MiB",
-    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
-    embedded: Annotated[bool, typer.Option(help="Reducers that ranks host, too.")] = True,
+    mbit: options.Mbit = 100.0,
+    embedded: options.AlsoEmbedded = True,
     mixed: Annotated[
         bool, typer.Option(help="Pools smaller than n beside reducers in ranks, too.")
     ] = True,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 3,
+    rounds: options.Rounds = 3,
     within: Annotated[float, typer.Option(help="Error from which on the exit code is 1.")] = 0.1,
 ) -> None:
     """Predict and measure all-reduces over a grid, and print the errors."""
     sizes, pools, ranks = options.sizes(size), options.counts(reducers), options.counts(workers)
     worst = 0.0
     print(HEADING + "\n" + f"{'ms':>37} {'ms':>10} {'%':>7}")
-    try:
-        for n in ranks:
-            contenders = [Contender("pool", k) for k in pools]
-            contenders += [Contender("mixed", k) for k in pools if mixed and k < n]
-            contenders += [Contender("embedded")] if embedded else []
-            hosts = hosts_needed(n, contenders)
-            with options.lab(hosts, mbit) as lab, Contest(lab, n, contenders) as contest:
-                for nbytes in sizes:
-                    rows = contest.measure(nbytes, rounds=rounds)
-                    worst = max([worst, *(show(row, mbit) for row in rows)])
-                if contest.skipped:
-                    sys.exit(f"bench.plan: not measured: {contest.skipped}")
-    except (HarnessError, LabUnavailable) as error:
-        sys.exit(f"bench.plan: {error}")
+    for n in ranks:
+        contenders = [Contender("pool", k) for k in pools]
+        contenders += [Contender("mixed", k) for k in pools if mixed and k < n]
+        contenders += [Contender("embedded")] if embedded else []
+        with options.command("bench.plan"), options.contest(n, contenders, mbit) as contest:
+            for nbytes in sizes:
+                rows = contest.measure(nbytes, rounds=rounds)
+                worst = max([worst, *(show(row, mbit) for row in rows)])
+            if contest.skipped:
+                sys.exit(f"bench.plan: not measured: {contest.skipped}")
     print(f"# largest error {worst:.1%}; links of {mbit:g} Mbit/s, nothing else predicted from")
     sys.exit(int(worst > within))
 

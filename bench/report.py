@@ -16,23 +16,14 @@ import base64
 import io
 import re
 import sys
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from bench.contenders import Contender
-from bench.results import (
-    NEAR,
-    ChaosResults,
-    DdpResults,
-    MicroResults,
-    Results,
-    busy,
-    read,
-)
-from bench.theory import limit
+from bench.results import NEAR, ChaosResults, DdpResults, MicroResults, Results, busy, read
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -76,8 +67,6 @@ class Column(NamedTuple):
     """A column of a table.
 
     Attributes:
-        title: its first line.
-        unit: its second line.
         width: in characters, where a command prints rows one by one.
         cell: returns a row's text; ``-`` is for a figure that was not measured.
         setting: whether the page says it once, above the table, if it is the same in all rows.
@@ -91,12 +80,7 @@ class Column(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The answer of one result.
-
-    Attributes:
-        text: in plain words.
-        alarms: wrong elements, lost steps and whatever else must not be.
-    """
+    """The answer of one result in plain words, and whatever must not be."""
 
     text: str
     alarms: list[str]
@@ -106,10 +90,8 @@ class Section(NamedTuple):
     """How one kind of results stands on the page.
 
     Attributes:
-        title: its heading.
         terms: heading of the section of README.md with its terms.
         place: returns what was measured, such as ``4 workers, 1 Gbit/s``.
-        verdict: returns its verdict.
         fill: writes tables and the like.
     """
 
@@ -241,44 +223,36 @@ def all_reduce_columns(baselines: Iterable[str]) -> list[Column]:
 
 def heading(columns: Sequence[Column]) -> str:
     """Return the two lines above the rows."""
-    lines = (
-        " ".join(f"{column.title:>{column.width}}" for column in columns),
-        " ".join(f"{column.unit:>{column.width}}" for column in columns),
-    )
-    return "\n".join(text.rstrip() for text in lines)
+    titles = " ".join(f"{column.title:>{column.width}}" for column in columns)
+    units = " ".join(f"{column.unit:>{column.width}}" for column in columns)
+    return f"{titles.rstrip()}\n{units.rstrip()}"
 
 
 def line(columns: Sequence[Column], row: object) -> str:
-    """Return a row."""
     return " ".join(f"{column.cell(row):>{column.width}}" for column in columns)
 
 
 def soak_text(soak: Soak) -> str:
-    """Return the figures of a soak, and the verdict on its memory."""
     trends = [line(TRENDS, trend) for trend in soak.trends]
     return "\n".join([_soaked(soak), heading(TRENDS), *trends, _growth(soak)])
 
 
 def ddp_text(found: DdpResults) -> str:
-    """Return the figures of a training with DDP."""
     about = [f"# {text}" for text in _ddp_facts(found)]
     rows = [line(DDP, row) for row in found.rows]
     return "\n".join([*about, heading(DDP), *rows, _ddp_gain(found), _ddp_weights(found)])
 
 
 def chaos_text(found: ChaosResults) -> str:
-    """Return the figures of a training whose reducers die."""
     lines = [f"{name:<30}  {cell(found)}" for name, cell in CHAOS.items()]
     return "\n".join([f"# {_chaos_place(found)}, all on this machine", *lines])
 
 
 def _ratios(baselines: Iterable[str], attribute: str, unit: str) -> list[Column]:
-    def column(name: str) -> Column:
-        return Column(
-            f"x {name}", unit, 8, lambda row: number(getattr(row, attribute).get(name), 2, "x")
-        )
+    def cell(row: Row, name: str) -> str:
+        return number(getattr(row, attribute).get(name), 2, "x")
 
-    return [column(name) for name in baselines]
+    return [Column(f"x {name}", unit, 8, partial(cell, name=name)) for name in baselines]
 
 
 def _soaked(soak: Soak) -> str:
@@ -356,38 +330,16 @@ def _draw_all_reduces(figure: Figure, results: Results) -> None:
     sizes = sorted({row.nbytes for row in results.rows})
     for name in _names(results.rows):
         rows = [row for row in results.rows if row.contender == name]
-        style = _style(rows[0])
-        (drawn,) = rates.plot(
-            [row.nbytes for row in rows], [row.algbw / 1e6 for row in rows], style, label=name
-        )
-        times.plot(
-            [row.nbytes for row in rows],
-            [row.time_us / 1e3 for row in rows],
-            style,
-            color=drawn.get_color(),
-            label=name,
-        )
-    workers = results.settings.workers[0]
-    for rate in results.settings.payload_rates:
-        pools = {row.reducers for row in results.rows if row.contender.startswith("pool")}
-        pools_or_full = sorted(pools) or [workers]
-        bounds = {f"pool-{k}": Contender("pool", k) for k in pools_or_full}
-        bounds["ring"] = Contender("ring")
-        for (name, contender), style in zip(bounds.items(), ("--", ":", "-.", "--"), strict=False):
-            best = limit(contender, workers, rate)
-            rates.axhline(best / 1e6, color="gray", linestyle=style, label=f"limit, {name}")
-            bound_times = [1e3 * nbytes / best for nbytes in sizes]
-            times.plot(sizes, bound_times, linestyle=style, color="gray", label=f"limit, {name}")
+        _series(rates, rows, "nbytes", name)
+        style = "o-" if rows[0].ours else "s-"
+        times.plot([row.nbytes for row in rows], [row.time_us / 1e3 for row in rows], style)
     for axes in (rates, times):
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [size(nbytes) for nbytes in sizes], rotation=45)
         axes.set_xlabel("size")
-    rates.set_ylabel("algbw, MB/s")
-    rates.set_ylim(bottom=0)
     times.set_ylabel("time, ms")
     times.set_yscale("log")
-    rates.legend(fontsize="small")
-    figure.suptitle(f"{workers} workers\n{conditions(results.settings)}", fontsize="medium")
+    _finish_algbw(figure, [rates], f"{results.settings.workers[0]} workers", results.settings)
 
 
 def _draw_scaling(figure: Figure, results: Results) -> None:
@@ -403,13 +355,17 @@ def _draw_scaling(figure: Figure, results: Results) -> None:
             some = [row for row in some if row.contender.startswith(kind)]
             _series(over_reducers, some, "reducers", f"{kind}, n = {n}")
     over_reducers.set_xlabel("reducers (k)")
-    for axes in (over_workers, over_reducers):
+    sizes = ", ".join(size(nbytes) for nbytes in sorted({row.nbytes for row in results.rows}))
+    _finish_algbw(figure, [over_workers, over_reducers], sizes, results.settings)
+
+
+def _finish_algbw(figure: Figure, panels: list[Axes], what: str, settings: Settings) -> None:
+    for axes in panels:
         axes.set_ylabel("algbw, MB/s")
         axes.set_ylim(bottom=0)
         axes.legend(fontsize="small")
-    sizes = ", ".join(size(nbytes) for nbytes in sorted({row.nbytes for row in results.rows}))
-    title = f"{sizes}; dotted: what the links allow\n{conditions(results.settings)}"
-    figure.suptitle(title, fontsize="medium")
+    dotted = "; dotted: what the links allow" if settings.mbit else ""
+    figure.suptitle(f"{what}{dotted}\n{conditions(settings)}", fontsize="medium")
 
 
 def _series(axes: Axes, rows: list[Row], over: str, label: str) -> None:
@@ -418,7 +374,8 @@ def _series(axes: Axes, rows: list[Row], over: str, label: str) -> None:
         return
     rows = sorted(rows, key=lambda row: int(getattr(row, over)))
     positions = [getattr(row, over) for row in rows]
-    (drawn,) = axes.plot(positions, [row.algbw / 1e6 for row in rows], "o-", label=label)
+    style = "o-" if rows[0].ours else "s-"
+    (drawn,) = axes.plot(positions, [row.algbw / 1e6 for row in rows], style, label=label)
     bounds = [(at, row.limit / 1e6) for at, row in zip(positions, rows, strict=True) if row.limit]
     if bounds:
         axes.plot(*zip(*bounds, strict=True), ":", color=drawn.get_color())
@@ -444,7 +401,6 @@ def _draw_soak(figure: Figure, soak: Soak) -> None:
 
 
 def _draw_ddp(figure: Figure, found: DdpResults) -> None:
-    """Draw a bar per variant: the step without exchange, exposed communication, the ideal."""
     figure.set_size_inches(8, 1.2 + 0.6 * len(found.rows))
     axes = figure.subplots()
     names = [row.variant for row in found.rows]
@@ -471,10 +427,6 @@ def _draw_ddp(figure: Figure, found: DdpResults) -> None:
 
 def _names(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(row.contender for row in rows))
-
-
-def _style(row: Row) -> Any:
-    return "o-" if row.ours else "s-"
 
 
 # The page
@@ -516,15 +468,15 @@ class Page:
 
     def table(self, columns: Sequence[Column], rows: Iterable[object], words: bool = False) -> None:
         """Add a table, of words or of numbers; the first column names the row."""
-        cells = {at: [column.cell(row) for row in rows] for at, column in enumerate(columns)}
-        same = {
-            at: texts[0]
-            for at, texts in cells.items()
-            if columns[at].setting and len(set(texts)) == 1
-        }
-        caption = ", ".join(f"{columns[at].title} {text}" for at, text in same.items())
-        shown = [column for at, column in enumerate(columns) if at not in same]
-        lines = list(zip(*(texts for at, texts in cells.items() if at not in same), strict=True))
+        same, shown, cells = [], [], []
+        for column in columns:
+            texts = [column.cell(row) for row in rows]
+            if column.setting and len(set(texts)) == 1:
+                same.append(f"{column.title} {texts[0]}")
+            else:
+                shown.append(column)
+                cells.append(texts)
+        caption, lines = ", ".join(same), list(zip(*cells, strict=True))
         titles, units = [column.title for column in shown], [column.unit for column in shown]
         head = [titles, units] if any(units) else [titles] if any(titles) else []
         self._add(
@@ -601,8 +553,9 @@ def _all_reduce_verdict(found: Results) -> Verdict:
         return Verdict("nothing to compare", [*alarms, "no all-reduce of ours was measured"])
     last = max((row.workers, row.nbytes) for row in rows if row.ours)
     rows = [row for row in rows if (row.workers, row.nbytes) == last]
-    best = max((row for row in rows if row.ours), key=_algbw)
-    fastest = max((row for row in rows if not row.ours), key=_algbw, default=None)
+    rows.sort(key=lambda row: -row.algbw)
+    best = next(row for row in rows if row.ours)
+    fastest = next((row for row in rows if not row.ours), None)
     if fastest is None:
         text = f"{best.contender} takes {best.time_us / 1e3:.2f} ms, with no baseline to compare it"
     else:
@@ -620,10 +573,6 @@ def _all_reduce_verdict(found: Results) -> Verdict:
     )
 
 
-def _algbw(row: Row) -> float:
-    return row.algbw
-
-
 def _soak_verdict(found: Results) -> Verdict:
     assert found.soak
     soak, alarms = found.soak, []
@@ -639,14 +588,12 @@ def _ddp_place(found: DdpResults) -> str:
 
 
 def _ddp_verdict(found: DdpResults) -> Verdict:
-    wrong, checked = sum(row.wrong for row in found.rows), sum(row.checked for row in found.rows)
-    alarms = [f"{row.variant}: {row.wrong:,} wrong weights" for row in found.rows if row.wrong]
-    alarms += [
-        f"{row.variant}: ranks have different weights"
-        for row in found.rows
-        if row.identical is False
-    ]
-    gloo = " or ".join(row.variant for row in found.rows if row.variant.startswith("gloo"))
+    rows = found.rows
+    wrong, checked = sum(row.wrong for row in rows), sum(row.checked for row in rows)
+    alarms = [f"{row.variant}: {row.wrong:,} wrong weights" for row in rows if row.wrong]
+    different = [row.variant for row in rows if row.identical is False]
+    alarms += [f"{variant}: ranks have different weights" for variant in different]
+    gloo = " or ".join(row.variant for row in rows if row.variant.startswith("gloo"))
     faster = "the faster of " if " or " in gloo else ""
     return Verdict(
         f"{_ddp_place(found)}: {found.ours_over_gloo:.2f} times the samples/s of {faster}{gloo}; "
@@ -774,7 +721,6 @@ def compose(results: Sequence[AnyResults], folder: str) -> Page:
 
 
 def verdict(found: AnyResults) -> Verdict:
-    """Return the verdict of a result."""
     return SECTIONS[found.kind].verdict(found)
 
 
@@ -802,7 +748,7 @@ def _busy(found: AnyResults) -> str:
     if not isinstance(found, MicroResults):
         return busy(found.load, found.machine.cores)
     info = found.machine_info
-    return busy(info["load"], info["cpu"]["count"]) if "load" in info else ""
+    return busy(info.get("load", 0.0), info["cpu"]["count"])
 
 
 def _origin(page: Page, found: AnyResults) -> None:
@@ -818,7 +764,6 @@ def _origin(page: Page, found: AnyResults) -> None:
 
 
 def _machines(results: Sequence[AnyResults]) -> dict[tuple[tuple[str, str], ...], list[str]]:
-    """Return the facts of every machine, and the titles of what was measured there."""
     machines: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for found in results:
         machines.setdefault(tuple(_facts(found).items()), []).append(_title(found))

@@ -83,10 +83,7 @@ class Settings(Record):
     mbit: float | None
     """Rate of every link each way in Mbit/s; None: not shaped, so that processors are the limit."""
     payload_rates: list[float]
-    """Bytes per second of TCP between two hosts, by iperf3, in each lab that was used; empty if
-    links were not shaped."""
     streams: int = 1
-    """Connections of iperf3, side by side."""
     distance: Distance = NEAR
     workers: list[int]
     rounds: int
@@ -110,26 +107,20 @@ class Row(Record):
     op: Literal["sum"]
     iterations: int
     rounds_us: list[float]
-    """Median of each round."""
     time_us: float
-    """Median of the rounds."""
     mean_us: float
-    """Median of the rounds' mean times."""
     p99_us: float
     algbw: float
     busbw: float
     wrong: int
     checked: int
-    """Elements that were compared, over all ranks and rounds."""
     exact: bool
     """Whether every bit was compared, or values within the rounding of any order."""
     payload_share: float | None
     limit: float | None
-    """The highest algbw that the links allow in this topology."""
     worker_cpu_s_per_gb: float
     reducer_cpu_s_per_gb: float | None
     ratios: dict[str, float]
-    """Of this row's algbw to each baseline's."""
     card_ratios: dict[str, float]
     """The same at equal total bandwidth, algbw times workers over cards; empty if not shaped."""
 
@@ -139,7 +130,6 @@ class Sample(Record):
 
     process: str
     done: int
-    """All-reduces before it."""
     seconds: float
     rss: int
     files: int
@@ -153,11 +143,8 @@ class Trend(Record):
     start_rss: int
     end_rss: int
     bytes_per_1000: float
-    """Slope of the least-squares line, in bytes per 1000 all-reduces."""
     growth: float
-    """What that slope comes to over the half, in bytes."""
     flat: bool
-    """Whether that is less than an allocator's own doings."""
     files: tuple[int, int]
     """Open files at the half's start and end."""
     threads: tuple[int, int]
@@ -168,14 +155,13 @@ class Soak(Record):
 
     workers: int
     reducers: int
-    all_reduces: int
-    nbytes: int
-    """Sum of all sizes."""
-    seconds: float
-    wrong: int
-    checked: int
-    samples: list[Sample]
-    trends: list[Trend]
+    all_reduces: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    wrong: int = 0
+    checked: int = 0
+    samples: list[Sample] = []
+    trends: list[Trend] = []
 
 
 class Results(Run):
@@ -194,31 +180,19 @@ class DdpRow(Record):
     bucket_cap_mb: int | None
     """None: DDP's default, 25 and a first bucket of 1."""
     samples_per_s: float
-    """Of all ranks."""
     rounds_ms: list[float]
-    """A step's mean time in each round."""
     step_ms: float
-    """Median of the rounds."""
     median_ms: float
-    """Of all single steps."""
     p99_ms: float
-    """Of all single steps; the slowest one if there are less than a hundred."""
     cpu_ms: float
-    """Processor time of a step and rank, all threads."""
     exposed_ms: float
-    """Step minus the step of the no-op hook."""
     all_reduce_ms: float | None
-    """One all-reduce of as many bytes, with nothing beside it."""
     ideal_ms: float | None
-    """All-reduce minus the backward pass, or 0: what no overlap can hide."""
     exposed_over_ideal: float | None
     """None where the ideal is less than a hundredth of the step: the ratio is noise."""
     wrong: int
-    """Weights that differ from rank 0's in a bit, or from those of the first Gloo variant by more
-    than rounding."""
     checked: int
     identical: bool | None
-    """Whether all ranks have the same bits."""
     largest_difference: float | None
     """Between a weight of this variant and of the first Gloo variant."""
 
@@ -230,10 +204,8 @@ class DdpResults(Run):
     mbit: float | None
     """Rate of every link each way in Mbit/s; None: not shaped, so that processors are the limit."""
     payload_rate: float | None
-    """Bytes per second of one TCP stream between two hosts, by iperf3; None if not shaped."""
     model: str
     nbytes: int
-    """Of the model's gradients."""
     parameters: int
     """Tensors."""
     batch: int
@@ -243,16 +215,12 @@ class DdpResults(Run):
     """On hosts of their own; 0: embedded."""
     rounds: int
     steps: int
-    """Of every variant and round."""
     compute_ms: float | None
     """Simulated forward and backward pass; None: a real one."""
     backward_ms: float
-    """Backward pass with the no-op hook."""
     wire_ms: float | None
-    """The gradients' bytes over the payload rate: no worker can send or receive them faster."""
     rows: list[DdpRow]
     ours_over_gloo: float
-    """Samples per second, against the better one of Gloo's variants in each round."""
 
 
 class ChaosResults(Run):
@@ -264,26 +232,17 @@ class ChaosResults(Run):
     kills: int
     steps: int
     lost: int
-    """Steps that raised an error at some rank."""
     errors: list[str]
     """What the first of them raised."""
     identical: bool
-    """Whether the final weights of all ranks have the same bits, with kills and without."""
     median_s: float
-    """A step's time with kills."""
     undisturbed_s: float
-    """The same without."""
     stall_s: float
-    """The longest step minus the median one."""
     recovery_median_s: float
-    """From a kill to when all ranks had finished a step."""
     recovery_p99_s: float
     moved: int
-    """Chunks that were sent again to another reducer, all ranks."""
     claimed: int
-    """Chunks whose result a rank had, and told another reducer so."""
     supplied: int
-    """Results that a rank sent because others lacked them."""
 
 
 class MicroStats(BaseModel):
@@ -310,7 +269,6 @@ class MicroResults(BaseModel):
     kind: Literal["micro"] = "micro"
     time: datetime = Field(alias="datetime")
     version: str
-    """Of pytest-benchmark."""
     machine_info: dict[str, Any]
     """What pytest-benchmark writes; bench/micro/conftest.py adds ``load``, which `Run` defines."""
     commit_info: dict[str, Any]
@@ -334,20 +292,19 @@ def read(path: Path) -> AnyResults:
     kind, schema = found["kind"], found.get("schema_version")
     if schema != SCHEMA:
         raise ValueError(f"its schema has version {schema}, and not {SCHEMA}: measure again")
-    if kind == "ddp":
-        return DdpResults.model_validate(found)
-    if kind == "chaos":
-        return ChaosResults.model_validate(found)
-    return Results.model_validate(found)
+    kinds: dict[str, type[DdpResults | ChaosResults]] = {"ddp": DdpResults, "chaos": ChaosResults}
+    return kinds.get(kind, Results).model_validate(found)
 
 
 def begin(module: str) -> Run:
     """Describe this machine, what it is busy with, and the command that begins."""
     return Run(
-        time=now(),
+        time=datetime.now(timezone.utc).replace(microsecond=0),
         machine=machine(),
-        command=command(module),
-        environment=environment(),
+        command=" ".join(["python", "-m", module, *sys.argv[1:]]),
+        environment={
+            name: os.environ[name] for name in os.environ if name.startswith("REDUCTION_")
+        },
         load=processors_in_use(),
     )
 
@@ -371,13 +328,7 @@ def busy(load: float, cores: int) -> str:
     )
 
 
-def now() -> datetime:
-    """Return the time for `Run.time`."""
-    return datetime.now(timezone.utc).replace(microsecond=0)
-
-
 def machine() -> Machine:
-    """Describe this machine."""
     return Machine(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
@@ -387,16 +338,6 @@ def machine() -> Machine:
         versions=_versions(),
         commit=_commit(),
     )
-
-
-def command(module: str) -> str:
-    """Return the command line, as one would type it."""
-    return " ".join(["python", "-m", module, *sys.argv[1:]])
-
-
-def environment() -> dict[str, str]:
-    """Return the settings that every worker and reducer inherits."""
-    return {name: value for name, value in os.environ.items() if name.startswith("REDUCTION_")}
 
 
 def _cpu() -> str:

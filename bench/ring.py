@@ -17,7 +17,7 @@ from functools import partial
 
 import zmq
 
-from bench.contenders import Place
+from bench.contenders import AllReduce, Place
 from harness.oracle import Array
 from reducer import kernels
 from reducer.wire.constants import DType, ReduceOp
@@ -28,7 +28,7 @@ TIMEOUT_MS = 300_000
 ITEM = 4
 
 
-class Ring:
+class Ring(AllReduce):
     """One rank of the ring."""
 
     def __init__(self, place: Place) -> None:
@@ -57,11 +57,7 @@ class Ring:
         self._context.destroy(linger=1000)
 
     def all_reduce(self, array: Array, segments: list[list[slice]]) -> None:
-        """Sum `array`, cut into `segments` of equally many chunks, over all ranks.
-
-        Raises:
-            zmq.Again: the rank before this one sent nothing for five minutes.
-        """
+        """Sum `array`, cut into `segments` of equally many chunks, over all ranks."""
         n, rank = len(segments), self._place.rank
         chunks = len(segments[0])
         last_step = 2 * (n - 1) - 1

@@ -7,17 +7,13 @@ of larger ones) and the embedded reducers take turns. README.md defines every op
 """
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bench import options, report
 from bench.contenders import Contender
-from bench.contest import Contest, hosts_needed
 from bench.results import Results, Row
-from harness import HarnessError
-from lab import LabUnavailable
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
@@ -26,19 +22,17 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         str, typer.Option(help="Numbers of reducers; those above the ranks' are left out.")
     ] = "1,2,4,8,16",
     size: Annotated[str, typer.Option(help="Bytes per rank.")] = "16MiB",
-    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 100.0,
-    unshaped: Annotated[
-        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
-    ] = False,
-    embedded: Annotated[bool, typer.Option(help="Reducers that ranks host, too.")] = True,
+    mbit: options.Mbit = 100.0,
+    unshaped: options.Unshaped = False,
+    embedded: options.AlsoEmbedded = True,
     mixed: Annotated[
         bool, typer.Option("--mixed", help="Pools smaller than n beside reducers in ranks, too.")
     ] = False,
-    baselines: Annotated[str, typer.Option(help="Of gloo, mpi and ring.")] = "",
-    iterations: Annotated[str, typer.Option(help="All-reduces per round, or auto.")] = "auto",
-    rounds: Annotated[int, typer.Option(min=1, help="How often each has its turn.")] = 5,
-    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
+    baselines: options.Baselines = "",
+    iterations: options.Iterations = "auto",
+    rounds: options.Rounds = 5,
+    json: options.Json = None,
+    plot: options.Plot = None,
 ) -> None:
     """Measure over numbers of workers and reducers, and print medians."""
     sizes, pools, ranks = options.sizes(size), options.counts(reducers), options.counts(workers)
@@ -49,27 +43,19 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     columns = report.all_reduce_columns(each.name for each in others if not each.ours)
     found = options.begin_all_reduces("scaling", None if unshaped else mbit, ranks, rounds)
     print(report.heading(columns))
-    try:
-        for n in ranks:
-            contenders = [Contender("pool", k) for k in pools if k <= n]
-            contenders += [Contender("mixed", k) for k in pools if mixed and k < n]
-            contenders += others
-            hosts = hosts_needed(n, contenders)
-            with (
-                options.lab(hosts, found.settings.mbit) as lab,
-                Contest(lab, n, contenders) as contest,
-            ):
-                found.settings.payload_rates += contest.payload_rates
-                rows = contest.measure(
-                    sizes[0], rounds=rounds, iterations=options.iterations(iterations)
-                )
-                for name, why in contest.skipped.items():
-                    found.settings.skipped[f"{name}, n={n}"] = why
-            for row in rows:
-                print(report.line(columns, row), flush=True)
-            found.rows += rows
-    except (HarnessError, LabUnavailable) as error:
-        sys.exit(f"bench.scaling: {error}")
+    rate, each = found.settings.mbit, options.iterations(iterations)
+    for n in ranks:
+        contenders = [Contender("pool", k) for k in pools if k <= n]
+        contenders += [Contender("mixed", k) for k in pools if mixed and k < n]
+        contenders += others
+        with options.command("bench.scaling"), options.contest(n, contenders, rate) as contest:
+            found.settings.payload_rates += contest.payload_rates
+            rows = contest.measure(sizes[0], rounds=rounds, iterations=each)
+            for name, why in contest.skipped.items():
+                found.settings.skipped[f"{name}, n={n}"] = why
+        for row in rows:
+            print(report.line(columns, row), flush=True)
+        found.rows += rows
     print(f"# {report.conditions(found.settings)}")
     for text in flatness(found):
         print(f"# {text}")

@@ -28,12 +28,7 @@ from worker_client.commands.demo.ranks import free_port
 
 
 class Kind(NamedTuple):
-    """One way to train.
-
-    Attributes:
-        arguments: the example, and its options.
-        wire: what gradients travel as; None for what the command's option says.
-    """
+    """One way to train: an example with options, and what gradients travel as; None: an option."""
 
     arguments: tuple[str, ...]
     wire: str | None
@@ -67,7 +62,6 @@ class Turn(NamedTuple):
         outer_s: those of them in `OuterOptimizer.step`, in which the site does not train; of the
             slowest site, as the others wait for it as well.
         sent: bytes that a site's card has sent; of the site with most.
-        curve: the loss after some steps, where that was asked for.
     """
 
     loss: float
@@ -149,13 +143,7 @@ def _chosen(
 
 
 class Training:
-    """A run of an example at all hosts.
-
-    Args:
-        hosts: a rank each.
-        arguments: the example, and its options.
-        environment: the ranks', beside what a launcher sets.
-    """
+    """A run of an example at all hosts, a rank each, in an environment beside a launcher's."""
 
     def __init__(
         self, hosts: list[Host], arguments: list[str], environment: Mapping[str, str]
@@ -231,7 +219,6 @@ class Training:
 
 
 def sent(host: Host) -> int:
-    """Return how many bytes a host's card has sent."""
     path = f"/sys/class/net/{DEVICE}/statistics/tx_bytes"
     process = host.start(["cat", path], stdout=subprocess.PIPE)
     return int(process.communicate()[0])

@@ -13,27 +13,22 @@ import typer
 
 from bench import options, report
 from bench.contenders import Contender
-from bench.contest import Contest, hosts_needed
 from bench.versus import ratio
-from harness import HarnessError
-from lab import LabUnavailable
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)
-    workers: Annotated[int, typer.Option(min=2, help="Ranks, each on a host of its own.")] = 4,
+    workers: options.Workers = 4,
     reducers: Annotated[
         int, typer.Option(min=0, help="Reducers on hosts of their own; 0: ranks host them.")
     ] = 4,
-    mbit: Annotated[float, typer.Option(help="Rate of every link, Mbit/s each way.")] = 1000.0,
-    unshaped: Annotated[
-        bool, typer.Option("--unshaped", help="Loopback without shaping: the CPU is the limit.")
-    ] = False,
+    mbit: options.Mbit = 1000.0,
+    unshaped: options.Unshaped = False,
     sizes: Annotated[
         str, typer.Option(help="Bytes per rank; A+B: in turn, A&B and NxA: begun together.")
     ] = "4KiB,256KiB,1MiB,64MiB,64B+64MiB,1MiB&24x4MiB,32x4KiB",
     chunks: Annotated[str, typer.Option(help="Sizes to set.")] = "64KiB,256KiB,1MiB",
     windows: Annotated[str, typer.Option(help="Sizes to set, each with each.")] = "2MiB,8MiB,16MiB",
-    iterations: Annotated[str, typer.Option(help="All-reduces per round, or auto.")] = "auto",
+    iterations: options.Iterations = "auto",
     rounds: Annotated[int, typer.Option(min=3, help="How often each has its turn.")] = 7,
     least: Annotated[float, typer.Option(help="What is enough, of the best one's speed.")] = 0.98,
 ) -> None:
@@ -46,30 +41,26 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     ]
     options.begin("bench.tune_check")
     behind = []
-    try:
-        with (
-            options.lab(hosts_needed(workers, [auto]), None if unshaped else mbit) as lab,
-            Contest(lab, workers, [auto, *fixed]) as contest,
-        ):
-            for size in options.steps(sizes):
-                mine, *others = contest.measure(
-                    size, rounds=rounds, iterations=options.iterations(iterations)
-                )
-                name = report.size(size) if isinstance(size, int) else size.name
-                wrong = {row.contender: row.wrong for row in (mine, *others) if row.wrong}
-                if contest.skipped or wrong:
-                    sys.exit(f"bench.tune_check: {contest.skipped or f'wrong elements: {wrong}'}")
-                found = {row.contender: ratio(mine.rounds_us, row.rounds_us) for row in others}
-                best = min(found, key=lambda name: found[name][1])
-                low, speed, high = found[best]
-                print(
-                    f"{name}: auto takes {mine.time_us:.1f} us, "
-                    f"{speed:.3f} of the speed of {best} ({low:.3f} to {high:.3f})",
-                    flush=True,
-                )
-                behind += [name] * (speed < least)
-    except (HarnessError, LabUnavailable) as error:
-        sys.exit(f"bench.tune_check: {error}")
+    rate, each = None if unshaped else mbit, options.iterations(iterations)
+    with (
+        options.command("bench.tune_check"),
+        options.contest(workers, [auto, *fixed], rate) as contest,
+    ):
+        for size in options.steps(sizes):
+            mine, *others = contest.measure(size, rounds=rounds, iterations=each)
+            name = report.size(size) if isinstance(size, int) else size.name
+            wrong = {row.contender: row.wrong for row in (mine, *others) if row.wrong}
+            if contest.skipped or wrong:
+                sys.exit(f"bench.tune_check: {contest.skipped or f'wrong elements: {wrong}'}")
+            found = {row.contender: ratio(mine.rounds_us, row.rounds_us) for row in others}
+            best = min(found, key=lambda name: found[name][1])
+            low, speed, high = found[best]
+            print(
+                f"{name}: auto takes {mine.time_us:.1f} us, "
+                f"{speed:.3f} of the speed of {best} ({low:.3f} to {high:.3f})",
+                flush=True,
+            )
+            behind += [name] * (speed < least)
     if behind:
         sys.exit(f"bench.tune_check: auto is below {least:g} of the best at {', '.join(behind)}")
 

@@ -43,12 +43,7 @@ class Worker:
     def prepare(
         self, count: int, check: bool, groups: list[list[int]] | None = None
     ) -> dict[str, Any]:
-        """Make a buffer of `count` elements, or those of a step, and all-reduce once.
-
-        Args:
-            count: elements of the buffer; with `groups`, of all together.
-            check: whether to compare every element of the results.
-            groups: of a step: elements of the buffers that are begun together, group by group.
+        """Make a buffer of `count` elements, or the groups of a step, and all-reduce once.
 
         Returns:
             As `run`. The time of this first run is a hint for how many make a good block; memory

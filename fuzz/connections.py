@@ -43,11 +43,7 @@ def _usual() -> tuple[int, ...]:
 class Side:
     """One side of a connection, and all that it has said and noticed.
 
-    Args:
-        server: whether it is one.
-        curve: whether it has keys.
-        cuts: how many bytes of a flight come at once, again and again; none: all of them.
-        admits: whom it is asked about, if it is a server with keys.
+    So many bytes of a flight as `cuts` say come at once, again and again; none: all of them.
     """
 
     def __init__(self, *, server: bool, curve: bool, cuts: bytes, admits: bool = True) -> None:

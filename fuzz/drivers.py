@@ -36,11 +36,7 @@ class GrowthError(AssertionError):
 class Progress:
     """Counts inputs, knows when it is enough, and watches how much memory the process takes.
 
-    Args:
-        name: of the target.
-        runs: inputs; 0 for no limit.
-        seconds: time; 0 for no limit.
-        settle: inputs after which everything that is made once has been made.
+    There is no limit of runs, or seconds, that is 0; `settle` inputs make what is made once.
     """
 
     def __init__(self, name: str, runs: int, seconds: int, settle: int) -> None:
@@ -87,17 +83,7 @@ def resident_bytes() -> int:
 
 
 def guided(name: str, runs: int, seconds: int, seed: int) -> NoReturn:
-    """Fuzz a target with atheris, which ends the process: with 0, or 77 and a traceback.
-
-    Args:
-        name: of the target.
-        runs: inputs; 0 for no limit.
-        seconds: time; 0 for no limit.
-        seed: for the same changes again.
-
-    Raises:
-        ImportError: atheris is not installed.
-    """
+    """Fuzz a target with atheris, which ends the process: with 0, or 77 and a traceback."""
     import atheris  # noqa: PLC0415 (the extra `fuzz`; the tests go without)
 
     logging.disable()
@@ -131,21 +117,10 @@ def guided(name: str, runs: int, seconds: int, seed: int) -> NoReturn:
 
 
 def blind(name: str, runs: int, seconds: int, seed: int, *, trace: bool = False) -> int:
-    """Fuzz a target with inputs of the corpus, changed at random.
+    """Fuzz a target with inputs of the corpus, changed at random; return their number.
 
-    Args:
-        name: of the target.
-        runs: inputs; 0 for no limit.
-        seconds: time; 0 for no limit.
-        seed: for the same inputs again.
-        trace: print the number of each input and leave it in `FINDINGS` before it is tried, for
-            crashes that end the process.
-
-    Returns:
-        Number of inputs.
-
-    Raises:
-        Exception: what the target says of a broken promise; the input is left in `FINDINGS`.
+    With `trace`, print the number of each input and leave it in `FINDINGS` before it is tried, for
+    crashes that end the process. An input that breaks a promise is left there, and raises.
     """
     run = TARGETS[name].load()
     progress = Progress(name, runs, seconds, settle=1000)

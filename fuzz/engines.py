@@ -43,11 +43,7 @@ BLOCK = DType.BLOCK8.itemsize
 
 
 class World:
-    """Peers of one reducer, and what they say next.
-
-    Args:
-        source: decides.
-    """
+    """Peers of one reducer, and what they say next."""
 
     def __init__(self, source: Source) -> None:
         self.twins = Twins(MEMORY_LIMIT, LIMITS)

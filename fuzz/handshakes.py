@@ -32,12 +32,7 @@ def run(data: bytes) -> None:
 
 
 class _Handshake:
-    """Two ranks and one reducer.
-
-    Args:
-        source: decides.
-        name: of the implementation.
-    """
+    """Two ranks and one reducer."""
 
     def __init__(self, source: Source, name: str) -> None:
         self._source = source

@@ -31,12 +31,7 @@ _BODIES = {
 
 
 class _Chunk(NamedTuple):
-    """What was taken for one chunk of one all-reduce.
-
-    Attributes:
-        given: contributions by rank.
-        claims: ranks that hold the result.
-    """
+    """Contributions to one chunk of one all-reduce, by rank, and ranks that hold its result."""
 
     given: dict[int, bytes]
     claims: set[int]
@@ -44,11 +39,6 @@ class _Chunk(NamedTuple):
 
 class Model:
     """A record of what one engine has taken, to tell whether its answers are right.
-
-    Args:
-        engine: the plain one, whose state is looked into.
-        memory_limit: bytes.
-        limits: of the engine.
 
     Attributes:
         results: chunks that were summed.

@@ -25,167 +25,97 @@ _SHOWS = re.compile(
 
 
 class Mutation(NamedTuple):
-    """One bug.
-
-    Attributes:
-        what: it is, for a person.
-        target: which is to find it.
-        edits: what is replaced in which file; each text is there exactly once.
-    """
+    """One bug, which target is to find it, and what is replaced where; each text is there once."""
 
     what: str
     target: str
-    edits: tuple[tuple[str, str, str], ...]
+    edits: list[tuple[str, str, str]]
 
 
+_WHOLE_FRAME = "frame->nbytes > most ? fail(zmtp, ZMTP_TOO_LARGE) : ZMTP_FRAME;"
+_ANY_FRAME = "most > 0 ? ZMTP_FRAME : fail(zmtp, ZMTP_TOO_LARGE);"
+_REMOVE = "map_remove(&round->slots, slot->offset);"
+_LENGTH_CHECK_IN_C = ("reducer/wire/header.h", "payload != h->nbytes || ", "")
 MUTATIONS = {
     "no-length-check": Mutation(
         "a payload may be shorter or longer than its header says",
         "engine",
-        (
-            (
-                "reducer/wire/header.py",
-                "    if payload_bytes != header.nbytes:\n",
-                "    if False:\n",
-            ),
-            ("reducer/wire/header.h", "payload != h->nbytes || ", ""),
-        ),
+        [("reducer/wire/header.py", "payload_bytes != header.nbytes", "False"), _LENGTH_CHECK_IN_C],
     ),
     "no-length-check-in-c": Mutation(
         "the same in the compiled loop alone, which sums beyond the end of the payload",
         "engine",
-        (("reducer/wire/header.h", "payload != h->nbytes || ", ""),),
+        [_LENGTH_CHECK_IN_C],
     ),
     "no-rank-check": Mutation(
         "a rank may be beyond the world, and so beyond the end of every table of ranks",
         "engine",
-        (
-            (
-                "reducer/engine/jobs.py",
-                "        if header.rank >= hello.world_size:\n",
-                "        if False:\n",
-            ),
-        ),
+        [("reducer/engine/jobs.py", "header.rank >= hello.world_size", "False")],
     ),
     "slot-freed-early": Mutation(
         "a slot is freed before it is taken out of its round",
         "engine",
-        (
-            (
-                "reducer/engine/slots.c",
-                "    map_remove(&round->slots, slot->offset);\n",
-                "    free(slot);\n    map_remove(&round->slots, slot->offset);\n",
-            ),
-            (
-                "reducer/engine/slots.c",
-                "    rounds->done--;\n    free(slot);\n",
-                "    rounds->done--;\n",
-            ),
-        ),
+        [
+            ("reducer/engine/slots.c", _REMOVE, f"free(slot);\n    {_REMOVE}"),
+            ("reducer/engine/slots.c", "rounds->done--;\n    free(slot);", "rounds->done--;"),
+        ],
     ),
     "stream-outlives-its-link": Mutation(
         "a further stream is remembered as one when its member has left",
         "engine",
-        (
-            (
-                "reducer/engine/jobs.py",
-                "                del self._mains[peer]\n",
-                "                pass\n",
-            ),
-        ),
+        [("reducer/engine/jobs.py", "del self._mains[peer]", "pass")],
     ),
     "first-connection-goes-on": Mutation(
         "whichever connection a RESUME is for, the link's first one goes on",
         "engine",
-        (
-            (
-                "reducer/engine/engine.py",
-                "self._members.stream(main, stream.number, key)",
-                "self._members.stream(main, 0, key)",
-            ),
-        ),
+        [("reducer/engine/engine.py", "stream(main, stream.number, key)", "stream(main, 0, key)")],
     ),
     "window-not-set-aside": Mutation(
         "a window is granted that nothing is set aside for",
         "engine",
-        (
+        [
             (
                 "reducer/engine/jobs.py",
-                "        job.reserved = job.rounds.reserved = _needed(job, job.window)\n",
-                "",
-            ),
-        ),
+                "job.reserved = job.rounds.reserved = _needed(job, job.window)",
+                "pass",
+            )
+        ],
     ),
     "streams-count-from-0": Mutation(
         "a worker says STREAM with the number of the link's first connection",
         "session",
-        (
-            (
-                "worker_client/protocol/joining.py",
-                "for number in range(1, streams):",
-                "for number in range(streams - 1):",
-            ),
-        ),
+        [("worker_client/protocol/joining.py", "range(1, streams)", "range(streams - 1)")],
     ),
     "goes-on-unasked": Mutation(
         "connections of a worker go on though its reducer does not speak RESUME",
         "session",
-        (
-            (
-                "worker_client/protocol/joining.py",
-                "        if link.resumes:\n",
-                "        if self._spec.resumes:\n",
-            ),
-        ),
+        [("worker_client/protocol/joining.py", "if link.resumes:", "if self._spec.resumes:")],
     ),
     "sealed-twice": Mutation(
         "a sealed frame may come again",
         "zmtp",
-        (
-            (
-                "reducer/zmtp/curve.c",
-                "    if (count <= curve->peer_nonce)\n        return CURVE_BAD;\n",
-                "",
-            ),
-        ),
+        [("reducer/zmtp/curve.c", "if (count <= curve->peer_nonce)", "if (0)")],
     ),
     "no-limit-of-frames": Mutation(
         "a frame may be as long as its sender likes",
         "zmtp",
-        (
-            (
-                "reducer/zmtp/zmtp.c",
-                "frame->nbytes > most ? fail(zmtp, ZMTP_TOO_LARGE) : ZMTP_FRAME;",
-                "most > 0 ? ZMTP_FRAME : fail(zmtp, ZMTP_TOO_LARGE);",
-            ),
-        ),
+        [("reducer/zmtp/zmtp.c", _WHOLE_FRAME, _ANY_FRAME)],
     ),
     "no-limit-of-contexts": Mutation(
         "a PING is answered beyond the end of the answer",
         "zmtp",
-        (("reducer/zmtp/zmtp.c", " || nbytes - before > CONTEXT_BYTES)", ")"),),
+        [("reducer/zmtp/zmtp.c", " || nbytes - before > CONTEXT_BYTES)", ")")],
     ),
     "round-freed-under-its-view": Mutation(
         "a round is forgotten while the engine still holds a view of it",
         "engine",
-        (
-            (
-                "reducer/engine/_slots.pyx",
-                "        if sequence in self._views:\n            self._release(sequence)\n",
-                "",
-            ),
-        ),
+        [("reducer/engine/_slots.pyx", "if sequence in self._views:", "if False:")],
     ),
 }
 
 
 def main(runs: int, seed: int) -> int:
-    """Plant each bug and look for it; 1 if one is not found.
-
-    Args:
-        runs: inputs to try, blindly, for each.
-        seed: of these inputs.
-    """
+    """Plant each bug and look for it with so many blind inputs; 1 if one is not found."""
     survived = 0
     sanitizers.copy(SOUND)
     sanitizers.build(SOUND)
@@ -217,11 +147,7 @@ def plant(mutation: Mutation, tree: Path) -> None:
 
 
 def look(mutation: Mutation, tree: Path, runs: int, seed: int) -> tuple[int | None, str]:
-    """Fuzz a copy of the tree under the sanitizers.
-
-    Returns:
-        The number of the input that has found the bug, None if none has; and how it shows.
-    """
+    """Fuzz a copy under the sanitizers; return which input has found the bug, and how it shows."""
     assert mutation.target in TARGETS
     command = [sys.executable, "-m", "fuzz", mutation.target, "--blind", "--trace"]
     command += ["--runs", str(runs), "--seed", str(seed)]

@@ -109,11 +109,7 @@ def copy(tree: Path) -> None:
 
 
 def build(tree: Path, *, threads: bool = False) -> None:
-    """Build the extensions of a copy with the sanitizers.
-
-    Args:
-        tree: the copy.
-        threads: with the thread sanitizer, which excludes the others.
+    """Build the extensions of a copy with the sanitizers, or, with `threads`, the thread sanitizer.
 
     Raises:
         RuntimeError: one of them cannot be built.

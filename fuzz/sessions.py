@@ -74,11 +74,7 @@ ERRORS: tuple[ReductionError, ...] = (
 
 
 class Life:
-    """One worker, and reducers that say what the source decides.
-
-    Args:
-        source: decides.
-    """
+    """One worker, and reducers that say what the source decides."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -37,25 +37,13 @@ class ViolationError(AssertionError):
 
 
 def check(holds: bool, promise: str) -> None:
-    """Notice a broken promise.
-
-    Args:
-        holds: whether it is kept.
-        promise: what was promised, and what was found instead.
-
-    Raises:
-        ViolationError: it is not.
-    """
+    """Raise `ViolationError` with a promise, and what was found instead, unless it holds."""
     if not holds:
         raise ViolationError(promise)
 
 
 class Source:
-    """The bytes of one input, read from front to back; after their end everything is zero.
-
-    Args:
-        data: the input.
-    """
+    """The bytes of one input, read from front to back; after their end everything is zero."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -28,11 +28,6 @@ Answers = dict[bytes, list[tuple[bytes, bytes]]]  # by peer: headers and payload
 class Twin:
     """One engine and, with the compiled implementation, the loop's part before it.
 
-    Args:
-        name: ``compiled`` or ``plain``; the plain one sums with NumPy.
-        memory_limit: bytes.
-        limits: of the engine.
-
     Attributes:
         taken: messages that never reached the engine.
         resumed: connections that were to go on over others with the latest message.
@@ -87,12 +82,7 @@ def names() -> tuple[str, ...]:
 
 
 class Twins:
-    """Engines of all implementations, in step.
-
-    Args:
-        memory_limit: bytes, for each.
-        limits: likewise.
-    """
+    """Engines of all implementations, in step."""
 
     def __init__(self, memory_limit: int, limits: Limits = NO_LIMITS) -> None:
         self.all = [Twin(name, memory_limit, limits) for name in names()]
@@ -103,11 +93,7 @@ class Twins:
         return self.all[0].engine
 
     def do(self, act: Callable[[Twin], list[Send]]) -> Answers:
-        """Let each do the same.
-
-        Raises:
-            ViolationError: they do not give the same answers.
-        """
+        """Let each do the same; they must give the same answers."""
         answers, *others = [self._act(twin, act) for twin in self.all]
         for twin, other in zip(self.all[1:], others, strict=True):
             check(_lagging(other, answers), f"plain answers {answers}, {twin.name} {other}")
@@ -121,21 +107,13 @@ class Twins:
             return _by_peer(act(twin))
 
     def resumed(self) -> list[tuple[bytes, bytes, int]]:
-        """Return what the latest message has go on over another connection; see `Engine`.
-
-        Raises:
-            ViolationError: it is not the same everywhere.
-        """
+        """Return what the latest message has go on over another connection; see `Engine`."""
         found, *others = [twin.resumed for twin in self.all]
         check(all(other == found for other in others), f"those go on: {found}, not {others}")
         return found
 
     def dropped(self) -> list[bytes]:
-        """Return the peers that were dropped since this was asked last.
-
-        Raises:
-            ViolationError: they are not the same everywhere.
-        """
+        """Return the peers that were dropped since this was asked last."""
         found, *others = [twin.engine.newly_dropped() for twin in self.all]
         check(all(other == found for other in others), f"those are dropped: {found}, not {others}")
         return found

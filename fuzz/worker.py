@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuzz.source import check
-from reducer.errors import ConfigError
+from fuzz.twins import names
 from worker_client.protocol.flight import (
     AddStreams,
     Connect,
@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """One all-reduce that was asked for.
-
-    Attributes:
-        nbytes: of its buffer.
-        sent: chunks that went out, as offset and length.
-        results: what reducers have sent for each offset.
-    """
+    """One all-reduce: chunks that went out (offset, length), and what came for each offset."""
 
     nbytes: int
     sent: set[tuple[int, int]]
@@ -42,12 +36,7 @@ class Call(NamedTuple):
 
 
 class Twin:
-    """One session, whose actions are followed by what its flight then sends.
-
-    Args:
-        name: of the implementation.
-        spec: of the job.
-    """
+    """One session, whose actions are followed by what its flight then sends."""
 
     def __init__(self, name: str, spec: JobSpec) -> None:
         self.name = name
@@ -80,21 +69,8 @@ class Twin:
         return kinds[type(action)], *action
 
 
-def names() -> tuple[str, ...]:
-    """Return the implementations that there are here, the plain one first."""
-    try:
-        implementation.select("compiled")
-    except ConfigError:
-        return ("plain",)
-    return ("plain", "compiled")
-
-
 class Workers:
-    """Sessions of all implementations, in step.
-
-    Args:
-        spec: of the job.
-    """
+    """Sessions of all implementations, in step."""
 
     def __init__(self, spec: JobSpec) -> None:
         self.all = [Twin(name, spec) for name in names()]
@@ -105,11 +81,7 @@ class Workers:
         return self.all[0].session
 
     def do(self, act: Callable[[Twin], list[Action]], now: float) -> list[tuple[Any, ...]]:
-        """Let each do the same; returns what both ask for.
-
-        Raises:
-            ViolationError: they do not ask for the same.
-        """
+        """Let each do the same; returns what both ask for, which must be the same."""
         asked, *others = [self._act(twin, act, now) for twin in self.all]
         for twin, other in zip(self.all[1:], others, strict=True):
             same = sorted(other, key=repr) == sorted(asked, key=repr)  # in the order of its maps

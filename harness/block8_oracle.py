@@ -13,13 +13,7 @@ LARGEST = {"int8": np.float32(127), "fp8_e4m3": np.float32(448)}
 
 
 def travels(values: np.ndarray, wire: str = "int8", *, dithered: bool = False) -> np.ndarray:
-    """Return float32 values as the bytes that are sent: one row for each block.
-
-    Args:
-        values: of one dimension.
-        wire: what the values become.
-        dithered: whether as reducers send them.
-    """
+    """Return float32 values as the bytes that are sent, `dithered` by reducers: a row a block."""
     filled = np.zeros(-(-values.size // VALUES) * VALUES, np.float32)
     filled[: values.size] = values.reshape(-1)
     rows = filled.reshape(-1, VALUES)

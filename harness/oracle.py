@@ -26,14 +26,9 @@ def contribution(rank: int, count: int) -> Array:
 def wrong(result: Array, world_size: int, *, exact: bool, wire_dtype: str = "") -> int:
     """Count the elements of a sum over all ranks that are not what they must be.
 
-    Args:
-        result: what a rank ended with.
-        world_size: number of ranks.
-        exact: whether every bit counts: the sum is then the left fold in rank order, in fp32.
-            Otherwise an element may be off by ``world_size * eps * sum(|contributions|)`` (eps =
-            2^-23), which covers every order of additions.
-        wire_dtype: ``bf16``, ``fp16``, ``int8`` or ``fp8_e4m3`` if contributions and the exact sum
-            are rounded to that.
+    If it is `exact`, every bit counts: the sum is the left fold in rank order, in fp32, of what is
+    rounded to `wire_dtype`. Otherwise an element may be off by ``world_size * eps *
+    sum(|contributions|)`` (eps = 2^-23), which covers every order of additions.
     """
     if exact:
         return wrong_bits(result, world_size, wire_dtype)
@@ -71,29 +66,41 @@ def _tile(rank: int) -> Array:
 
 @lru_cache(maxsize=1)
 def _left_fold(world_size: int, wire_dtype: str, count: int) -> Array:
-    total = _rounded(contribution(0, count), wire_dtype)
+    total = through(contribution(0, count), wire_dtype)
     for rank in range(1, world_size):
-        total += _rounded(contribution(rank, count), wire_dtype)
-    if wire_dtype in block8_oracle.Q:
-        sent = block8_oracle.travels(total, wire_dtype, dithered=True)
-        return block8_oracle.arrives(sent, total.size, wire_dtype)
-    return _rounded(total, wire_dtype)
+        total += through(contribution(rank, count), wire_dtype)
+    return through(total, wire_dtype, dithered=True)
 
 
-def _rounded(finite: Array, wire_dtype: str) -> Array:
-    """Round to the nearest value of the type on the wire, of two the one with an even last bit."""
+def widen(values: Any, dtype: str) -> Any:
+    """Return values in the type in which they are folded: 16 bits in float32."""
+    if dtype == "bfloat16":  # NumPy has none: these are its bits
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32) if dtype == "float16" else values
+
+
+def half(values: Array, dtype: str) -> Any:
+    """Round float32 to nearest and ties to even, of bfloat16 its bits, with one NaN alone."""
+    if dtype == "bfloat16":
+        bits = values.view(np.uint32)
+        odd = (bits >> np.uint32(16)) & np.uint32(1)
+        kept = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FC0), kept)
+    found = values.astype(np.float16)
+    found[np.isnan(found)] = np.nan
+    return found
+
+
+def through(values: Array, wire_dtype: str, *, dithered: bool = False) -> Array:
+    """Round float32 values to what travels, as reducers do if dithered; return it as float32."""
     if not wire_dtype:
-        return finite
+        return values
     if wire_dtype in block8_oracle.Q:
-        sent = block8_oracle.travels(finite, wire_dtype)
-        return block8_oracle.arrives(sent, finite.size, wire_dtype)
-    if wire_dtype == "fp16":
-        return finite.astype(np.float16).astype(np.float32)
-    bits = finite.view(np.uint32)
-    bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(
-        0xFFFF0000
-    )
-    return bits.view(np.float32)
+        sent = block8_oracle.travels(values, wire_dtype, dithered=dithered)
+        return block8_oracle.arrives(sent, values.size, wire_dtype)
+    dtype = "bfloat16" if wire_dtype == "bf16" else "float16"
+    rounded: Array = widen(half(values, dtype), dtype)
+    return rounded
 
 
 @lru_cache(maxsize=1)

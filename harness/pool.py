@@ -24,20 +24,11 @@ PORTS = range(20_000, 32_000)  # below the ports that the kernel gives to outgoi
 
 
 class Reducer:
-    """One `reducer serve` on a host.
-
-    Args:
-        host: where.
-        options: further ones.
-        port: the first of its threads'; 0 for a free one.
-        environment: further variables.
-        root: the checkout whose code it is.
-        stderr: a file for what it writes there; None: this process's.
+    """One `reducer serve` on a host, of the checkout `root`.
 
     Attributes:
         address: where it listens, ``host:port``, once `is_ready` or `await_ready` has said so.
         pid: the number of its process.
-        process: its process.
     """
 
     def __init__(
@@ -70,11 +61,7 @@ class Reducer:
         return bool(self.address)
 
     def await_ready(self) -> "Reducer":
-        """Wait until it listens; return it.
-
-        Raises:
-            HarnessError: it did not start.
-        """
+        """Wait until it listens; return it."""
         if not self.is_ready(START_S):
             raise HarnessError("a reducer did not start: what it said is on standard error")
         return self
@@ -91,16 +78,7 @@ class Reducer:
 
 
 def start(hosts: Iterable[Host], keys: str = "", root: Path = ROOT) -> list[Reducer]:
-    """Start a reducer on every host, with keys if there is a directory of some, and wait for all.
-
-    Args:
-        hosts: one for each.
-        keys: that directory.
-        root: the checkout whose code they are.
-
-    Raises:
-        HarnessError: one did not start.
-    """
+    """Start a reducer on every host, with the keys of a directory if there is one; wait for all."""
     environment = {"REDUCTION_KEYS": keys} if keys else {}
     started = [Reducer(host, environment=environment, root=root) for host in hosts]
     return [reducer.await_ready() for reducer in started]
@@ -109,15 +87,7 @@ def start(hosts: Iterable[Host], keys: str = "", root: Path = ROOT) -> list[Redu
 class Pool:
     """Reducers that are ended and started again at the same addresses.
 
-    Args:
-        hosts: one for each.
-        options: of all.
-        threads: most that each has; a port in a row for each of them is free.
-        stderr: as of `Reducer`.
-
-    Attributes:
-        addresses: of all.
-        reducers: those of now.
+    A port in a row is free for each of the most `threads` that one has.
     """
 
     def __init__(

@@ -22,16 +22,9 @@ LAST_LINES = 5
 
 
 class Process:
-    """A Python process of this checkout.
+    """A Python process of this checkout: ``"-m", MODULE`` and arguments are its command.
 
-    Args:
-        host: where; of a lab, or whatever starts processes as one does.
-        command: of Python, without its name: ``"-m", MODULE`` and arguments.
-        hear: called by a thread with each object that it tells, and with None at its end.
-        environment: further variables.
-
-    Attributes:
-        pid: of the process itself: `ip netns exec` becomes what it executes.
+    A thread calls `hear` with each object that it tells, and with None at its end.
     """
 
     def __init__(

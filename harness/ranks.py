@@ -6,14 +6,13 @@ import json
 import queue
 import secrets
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from harness import HarnessError
+from harness import HarnessError, pool
 from harness.processes import Process
-from lab import Host
+from lab import Host, Lab
 from worker_client.commands.demo.ranks import free_port
 
 WHERE_LINES = 60  # of a rank that is aborted
@@ -22,13 +21,8 @@ WHERE_LINES = 60  # of a rank that is aborted
 class Ranks:
     """All ranks of one training, which are killed when the context ends if they still run.
 
-    Args:
-        module: started as ``python -m MODULE ARGUMENTS`` with the launcher's usual environment.
-        hosts: one per rank.
-        arguments: of the module; it gets them as JSON.
-        servers: addresses of the reducers; none: each rank hosts one.
-        environment: of all ranks, besides the usual one.
-        per_rank: the environment of each rank, besides that of all.
+    The module gets its arguments as JSON, and a launcher's usual environment. Without servers, each
+    rank hosts a reducer.
 
     Attributes:
         running: how many have not ended.
@@ -67,12 +61,7 @@ class Ranks:
         return self
 
     def start(self, host: Host, **environment: str) -> int:
-        """Start one more process; return the rank that it has for this object.
-
-        Args:
-            host: where.
-            environment: besides that of all ranks.
-        """
+        """Start one more process; return the rank that it has for this object."""
         rank = len(self._processes)
         process = Process(
             host,
@@ -85,12 +74,7 @@ class Ranks:
         self.running += 1
         return rank
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def hear(self, patience_s: float | None = None) -> dict[str, Any] | None:
@@ -145,3 +129,16 @@ class Ranks:
             process.abort()
         words = [process.last_words(WHERE_LINES) for process in self._processes]
         return HarnessError("\n".join([why, *words]))
+
+
+@contextmanager
+def training(
+    lab: Lab, workers: int, module: str, arguments: dict[str, Any], **more: Any
+) -> Iterator[Ranks]:
+    """Start `Ranks` on a lab's first hosts, and a reducer on each of the others."""
+    reducers = pool.start(lab.hosts[workers:])
+    servers = [reducer.address for reducer in reducers]
+    with Ranks(module, lab.hosts[:workers], arguments, servers, **more) as ranks:
+        yield ranks
+    for reducer in reducers:
+        reducer.stop()

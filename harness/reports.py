@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 
 def report(event: str, **values: Any) -> None:
-    """Tell the parent process."""
     print(json.dumps({"event": event, "rank": dist.get_rank(), **values}), flush=True)
 
 
 def digest(weights: Iterable[torch.Tensor]) -> str:
-    """Return a fingerprint of every bit."""
     fingerprint = hashlib.sha256()
     for tensor in weights:
         fingerprint.update(tensor.numpy().data)

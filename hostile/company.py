@@ -24,12 +24,7 @@ PATIENCE_S = 120.0  # of ranks, beside intruders
 
 
 class Reducer:
-    """A running reducer.
-
-    Attributes:
-        address: where it listens.
-        process: its process, to count its files and memory.
-    """
+    """A running reducer, whose files and memory are counted."""
 
     def __init__(self, running: pool.Reducer) -> None:
         self.address = running.address
@@ -48,7 +43,6 @@ class Reducer:
 
 @contextmanager
 def keys_for(*jobs: str) -> Iterator[Path]:
-    """Make keys of a reducer and of these jobs."""
     with TemporaryDirectory() as home:
         keygen(Path(home), jobs)
         yield Path(home)
@@ -64,15 +58,7 @@ def reducer(*options: str, keys: Path | None = None) -> Iterator[Reducer]:
 
 
 class Job:
-    """The ranks of an honest job.
-
-    Args:
-        ranks: their processes.
-
-    Attributes:
-        wrong: elements that were not what they should be, so far.
-        longest: time of an all-reduce so far, seconds.
-    """
+    """The ranks of an honest job: their wrong elements, and longest all-reduce (s), so far."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.wrong = 0
@@ -100,15 +86,7 @@ class Job:
 def job(
     address: str, name: str, world_size: int, nbytes: int, keys: Path | None = None
 ) -> Iterator[Job]:
-    """Start the ranks of an honest job and wait until all have joined.
-
-    Args:
-        address: of the reducer.
-        name: the job's.
-        world_size: number of ranks.
-        nbytes: of a buffer.
-        keys: where those of the reducer and of its jobs are, if it has some.
-    """
+    """Start the ranks of an honest job and wait until all have joined."""
     given = {
         "nbytes": nbytes,
         "servers": [address],
@@ -142,13 +120,7 @@ def intruder(kind: str, address: str, keys: Path | None = None) -> Iterator[list
 
 
 class Comparison:
-    """An honest job's times alone, beside an honest second job, and beside each kind of company.
-
-    Args:
-        honest, second: the jobs.
-        count: all-reduces per measurement.
-        kinds: of company.
-    """
+    """An honest job's times alone, beside an honest second job, and beside each kind of company."""
 
     def __init__(self, honest: Job, second: Job, count: int, kinds: Iterable[str]) -> None:
         self._honest = honest

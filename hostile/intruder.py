@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from hostile.lines import Bare, Encrypted, Line
 from hostile.zmtp import STRANGERS, mutated
@@ -31,19 +33,7 @@ _CLOSE = min(range(1, 1 << 16), key=lambda at: at * 0x9E3779B97F4A7C15 % (1 << 6
 
 
 class Worker:
-    """A worker that says anything: what the reducer says is read only if asked for.
-
-    Args:
-        address: of the reducer.
-        job, rank, world_size, window, patience_ms, features: what its HELLO says.
-        keys: directory of its job's keys, where the reducer has some.
-
-    Attributes:
-        line: what it talks over.
-
-    Raises:
-        OSError: nobody is there.
-    """
+    """A worker that says anything: what the reducer says is read only if asked for."""
 
     def __init__(
         self,
@@ -76,11 +66,7 @@ class Worker:
         return Header.unpack(header), payload
 
     def say(self, header: bytes, payload: bytes = b"") -> None:
-        """Send a message.
-
-        Raises:
-            OSError: nobody takes it any more.
-        """
+        """Send a message; OSError: nobody takes it any more."""
         self.line.say(header, payload)
 
     def contribute(self, sequence: int, payload: bytes, offset: int = 0) -> None:
@@ -109,26 +95,19 @@ def _worker(address: str, keys: Path | None, world_size: int = 2) -> Iterator[Wo
         yield worker
 
 
-def flood(address: str, keys: Path | None = None) -> None:
-    """Contribute far beyond the window, to chunks that never get complete."""
-    with _worker(address, keys) as worker:
-        payload = bytes(CHUNK)
-        for chunk in range(1000):
-            worker.contribute(1, payload, chunk * CHUNK)
-
-
-def stall(address: str, keys: Path | None = None) -> None:
-    """Contribute alone, so that each chunk has a result at once, and read none."""
-    with _worker(address, keys, world_size=1) as worker:
-        payload = bytes(CHUNK)
-        for chunk in range(1000):
-            worker.contribute(1, payload, chunk * CHUNK)
-
-
-def disconnect(address: str, keys: Path | None = None) -> None:
-    """Begin an all-reduce, and go."""
-    with _worker(address, keys) as worker:
-        worker.contribute(1, bytes(1024))
+def _contribute(
+    address: str,
+    keys: Path | None = None,
+    *,
+    world_size: int = 1,
+    times: int = 1,
+    nbytes: int = CHUNK,
+    apart: int = 0,
+) -> None:
+    """Join, contribute so many chunks, so far apart, read nothing, and go."""
+    with _worker(address, keys, world_size) as worker:
+        for chunk in range(times):
+            worker.contribute(1, bytes(nbytes), chunk * apart)
 
 
 def garbage(address: str, keys: Path | None = None) -> None:
@@ -140,32 +119,19 @@ def garbage(address: str, keys: Path | None = None) -> None:
             worker.say(forged, os.urandom(1000))
 
 
-def repeat(address: str, keys: Path | None = None) -> None:
-    """Send one small contribution again and again."""
-    with _worker(address, keys) as worker:
-        for _ in range(10_000):
-            worker.contribute(1, bytes(64))
-
-
-def _small(address: str, keys: Path | None, apart: int) -> None:
-    """Contribute alone, 2,000 chunks of a byte each, so far apart."""
-    with _worker(address, keys, world_size=1) as worker:
-        for chunk in range(2000):
-            worker.contribute(1, b"\0", apart * chunk)
-
-
-def spread(address: str, keys: Path | None = None) -> None:
-    """Contribute bytes at the offsets of chunks, which `collide` compares with."""
-    _small(address, keys, 1 << 18)
-
-
-def collide(address: str, keys: Path | None = None) -> None:
-    """Contribute bytes at offsets that a map with the golden ratio's multiplier keeps close."""
-    _small(address, keys, _CLOSE)
-
-
-TENANTS: dict[str, Callable[[str, Path | None], None]] = {
-    act.__name__: act for act in (flood, stall, disconnect, garbage, repeat, spread, collide)
+Act: TypeAlias = "Callable[[str, Path | None], None] | partial[None]"
+TENANTS: dict[str, Act] = {
+    # Far beyond the window, to chunks that never get complete.
+    "flood": partial(_contribute, world_size=2, times=1000, apart=CHUNK),
+    # Alone, so that each chunk has a result at once.
+    "stall": partial(_contribute, times=1000, apart=CHUNK),
+    "disconnect": partial(_contribute, world_size=2, nbytes=1024),
+    "garbage": garbage,
+    "repeat": partial(_contribute, world_size=2, times=10_000, nbytes=64),
+    # At the offsets of chunks, which `collide` compares with.
+    "spread": partial(_contribute, times=2000, nbytes=1, apart=1 << 18),
+    # At offsets that a map with the golden ratio's multiplier keeps close.
+    "collide": partial(_contribute, times=2000, nbytes=1, apart=_CLOSE),
 }
 
 
@@ -181,7 +147,7 @@ def spin(address: str, keys: Path | None = None) -> None:
     sum(range(10_000))
 
 
-HASTY: dict[str, Callable[[str, Path | None], None]] = {act.__name__: act for act in (mutate, spin)}
+HASTY: dict[str, Act] = {"mutate": mutate, "spin": spin}
 
 
 def _crowd(kind: str, address: str, stop: threading.Event) -> int:
@@ -204,7 +170,6 @@ def _wait(stop: threading.Event) -> None:
 
 
 def main() -> None:
-    """Intrude."""
     kind, address, *keys = sys.argv[1:]
     stop = threading.Event()
     threading.Thread(target=_wait, args=[stop], daemon=True).start()

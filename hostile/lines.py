@@ -29,14 +29,7 @@ class Line(Protocol):
 
 
 class Bare:
-    """ZMTP by hand: nothing is read but by whoever asked.
-
-    Args:
-        address: of the reducer.
-
-    Attributes:
-        connection: to say there what is no message.
-    """
+    """ZMTP by hand to a reducer's address: nothing is read but by whoever asked."""
 
     def __init__(self, address: str) -> None:
         self.connection = dial(address)
@@ -76,12 +69,7 @@ class Bare:
 
 
 class Encrypted:
-    """CURVE by libzmq, which reads a message ahead at most.
-
-    Args:
-        address: of the reducer.
-        keys: directory of the job's keys, as `reducer keygen` makes it.
-    """
+    """CURVE by libzmq, which reads a message ahead, with a job's keys of `reducer keygen`."""
 
     def __init__(self, address: str, keys: Path) -> None:
         curve = load(keys).pool

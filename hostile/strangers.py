@@ -88,11 +88,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
 def _hurry(
     kind: str, job: company.Job, reducer: company.Reducer, processes: int, seconds: float
 ) -> tuple[float, int, int]:
-    """Run a job beside those who hurry.
-
-    Returns:
-        Seconds of its longest step, the reducer's most open files, and how often they came.
-    """
+    """Return a job's longest step (s) beside those who hurry, the most open files, their times."""
     job.longest, most = 0.0, 0
     with ExitStack() as stack:
         counts = [

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
@@ -18,7 +19,6 @@ _READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER\x08Identity\0\0\0\0"
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """Return a frame of ZMTP 3."""
     if len(body) > 255:
         return struct.pack(">BQ", flags | LONG, len(body)) + body
     return bytes([flags, len(body)]) + body
@@ -46,69 +46,48 @@ def say(address: str, *words: bytes, pause_s: float = 0.0) -> socket.socket:
     return connection
 
 
-def idle(address: str) -> socket.socket:
-    """Connect, and say nothing."""
-    return dial(address)
-
-
-def http(address: str) -> socket.socket:
-    """Ask for a page."""
-    return say(address, b"GET / HTTP/1.1\r\nHost: reducer\r\nAccept: */*\r\n\r\n")
-
-
-def tls(address: str) -> socket.socket:
-    """Say a TLS client's hello."""
+def _tls() -> bytes:
     hello = b"\x03\x03" + os.urandom(32) + b"\0\0\x02\x13\x01\x01\0"
     shake = b"\x01" + len(hello).to_bytes(3, "big") + hello
-    return say(address, b"\x16\x03\x01" + len(shake).to_bytes(2, "big") + shake)
+    return b"\x16\x03\x01" + len(shake).to_bytes(2, "big") + shake
 
 
-def zmtp1(address: str) -> socket.socket:
-    """Speak ZMTP 1: no greeting, an empty identity, and then a message of three frames."""
-    header = Header(MessageType.CONTRIBUTION).pack()
-    return say(address, b"\x01\0", b"\x61\x01" + header, b"\x05\x01abcd", b"\x05\0abcd")
-
-
-def huge(address: str) -> socket.socket:
-    """Announce frames of more bytes than there are."""
-    lengths = b"".join(struct.pack(">BQ", LONG, length) for length in (1 << 63, (1 << 64) - 1))
-    return say(address, HANDSHAKE, lengths, bytes(1 << 16))
-
-
-def noise(address: str) -> socket.socket:
-    """Say random bytes, with a handshake before them every other time."""
-    handshake = HANDSHAKE if os.urandom(1)[0] & 1 else b""
-    return say(address, handshake + os.urandom(4096))
-
-
-def loris(address: str) -> socket.socket:
-    """Begin a greeting, and never end it."""
-    return say(address, *(GREETING[i : i + 1] for i in range(4)), pause_s=0.01)
-
-
-def partial(address: str) -> socket.socket:
-    """Shake hands, announce 4 MiB, and send all but the end of them."""
-    return say(address, HANDSHAKE, struct.pack(">BQ", LONG, 4 << 20), bytes((4 << 20) - 1))
-
-
-def endless(address: str) -> socket.socket:
-    """Shake hands, and send one message of ever more frames."""
-    frames = frame(bytes(1 << 16), MORE) * 16
-    return say(address, HANDSHAKE, *[frames] * 64)
-
-
-def guess(address: str) -> socket.socket:
-    """Claim the routing id of another connection, and say goodbye for a rank of job "honest"."""
+def _guess() -> list[bytes]:
     number = random.randrange(_GUESSES)  # noqa: S311 (no secret)
     ready = frame(_GUESS % number.to_bytes(4, "big"), COMMAND)
     goodbye = Header(MessageType.GOODBYE, job=fingerprint("honest"), rank=number % 2)
-    return say(address, GREETING, ready, frame(goodbye.pack(), MORE) + frame(b""))
+    return [GREETING, ready, frame(goodbye.pack(), MORE) + frame(b"")]
 
 
-def pings(address: str) -> socket.socket:
-    """Shake hands, and send 4 MiB of PINGs; no answer is read."""
-    ping = frame(b"\x04PING\0\0" + bytes(16), COMMAND)
-    return say(address, HANDSHAKE, ping * ((4 << 20) // len(ping)))
+def _long(*lengths: int) -> bytes:
+    return b"".join(struct.pack(">BQ", LONG, length) for length in lengths)
+
+
+_PING = frame(b"\x04PING\0\0" + bytes(16), COMMAND)
+# What each says; then it stays.
+_WORDS: dict[str, Callable[[], list[bytes]]] = {
+    "idle": list,
+    "http": lambda: [b"GET / HTTP/1.1\r\nHost: reducer\r\nAccept: */*\r\n\r\n"],
+    "tls": lambda: [_tls()],
+    # ZMTP 1: no greeting, an empty identity, and then a message of three frames.
+    "zmtp1": lambda: [
+        *(b"\x01\0", b"\x61\x01" + Header(MessageType.CONTRIBUTION).pack()),
+        *(b"\x05\x01abcd", b"\x05\0abcd"),
+    ],
+    # Frames of more bytes than there are.
+    "huge": lambda: [HANDSHAKE, _long(1 << 63, (1 << 64) - 1), bytes(1 << 16)],
+    "noise": lambda: [HANDSHAKE if os.urandom(1)[0] & 1 else b"", os.urandom(4096)],
+    # A greeting that never ends.
+    "loris": lambda: [GREETING[at : at + 1] for at in range(4)],
+    # 4 MiB, but for the end of them.
+    "partial": lambda: [HANDSHAKE, _long(4 << 20), bytes((4 << 20) - 1)],
+    # One message of ever more frames.
+    "endless": lambda: [HANDSHAKE, *[frame(bytes(1 << 16), MORE) * 16] * 64],
+    # The routing id of another connection, and a goodbye for a rank of job "honest".
+    "guess": _guess,
+    # 4 MiB of PINGs; no answer is read.
+    "pings": lambda: [HANDSHAKE, _PING * ((4 << 20) // len(_PING))],
+}
 
 
 def mutated(address: str) -> None:
@@ -138,7 +117,10 @@ def mutated(address: str) -> None:
         connection.recv(4096)
 
 
+def _stranger(kind: str, address: str) -> socket.socket:
+    return say(address, *_WORDS[kind](), pause_s=0.01 if kind == "loris" else 0.0)
+
+
 STRANGERS: dict[str, Callable[[str], socket.socket]] = {
-    said.__name__: said
-    for said in (idle, http, tls, zmtp1, huge, noise, loris, partial, endless, guess, pings)
+    kind: partial(_stranger, kind) for kind in _WORDS
 }

@@ -19,7 +19,6 @@ The command finds in its environment:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status."""
     options = _parser().parse_args(arguments)
     try:
         if options.do == "keep":

@@ -23,13 +23,8 @@ class Facts:
 
     Attributes:
         mark: in the environment of its processes.
-        hosts: how many.
-        mbit: rate of the links, Mbit/s; None if they are unshaped.
         owner: process id of the benchmark.
         command: its command line.
-        round_trip_ms: between two hosts; 0 for what the kernel's bridge takes.
-        loss_percent: of the packets that are lost on the way.
-        congestion: how the hosts' TCP chooses its rate.
     """
 
     mark: str = ""
@@ -47,9 +42,7 @@ class Claim:
 
     def __init__(self, number: int, file: int) -> None:
         self.number = number
-        self.before = _read(
-            number
-        )  # of a dead lab that had the number; empty facts if there is none
+        self.before = _read(number)  # of a dead lab that had it; empty facts if there is none
         self._file = file
 
     def write(self, facts: Facts) -> None:
@@ -64,11 +57,7 @@ class Claim:
 
 
 def claim() -> Claim:
-    """Take a number that no living lab has.
-
-    Raises:
-        LabUnavailable: there are as many labs as numbers, or the directory cannot be written.
-    """
+    """Take a number that no living lab has."""
     for number in NUMBERS:
         if taken := take(number):
             return taken

@@ -21,17 +21,7 @@ COMPILE_S = 60.0
 def cables(
     namespace: str, ports: Sequence[str], delay_ms: float, loss_percent: float
 ) -> Iterator[None]:
-    """Join the ports of a namespace until the end of the block, or of this process.
-
-    Args:
-        namespace: where the ports are.
-        ports: names of network cards, each with one host at its other end.
-        delay_ms: how long every frame is held, milliseconds.
-        loss_percent: how many of them are lost by chance.
-
-    Raises:
-        LabUnavailable: there is no C compiler, or the kernel refuses.
-    """
+    """Join the ports of a namespace until the end of the block, or of this process."""
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         program = str(Path(folder, "delay"))
         _compile(program)

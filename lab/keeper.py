@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from lab import claims
 from lab.delay import cables
@@ -30,19 +30,14 @@ class Request:
     namespaces: bool  # False: hosts are this machine, and there are only processes to look after
     owner: int  # pidfd of the process that owns the lab
 
-    def to_json(self) -> str:
-        """As `from_json` reads it."""
-        return json.dumps(asdict(self))
-
     @classmethod
     def from_json(cls, text: str) -> Request:
-        """Read what `to_json` wrote."""
+        """Read a request, of which `asdict` was written."""
         fields = json.loads(text)
         return cls(**{**fields, "facts": claims.Facts(**fields["facts"])})
 
 
 def keep(request: Request) -> None:
-    """Make the lab, say so, wait for its end, remove it."""
     if not request.namespaces:
         try:
             _answer(number=-1)
@@ -79,12 +74,7 @@ def _built(network: Network, facts: claims.Facts) -> Iterator[None]:
 
 
 def tear_down(mark: str, network: Network | None) -> None:
-    """Kill all processes of a lab and remove its network; what does not exist is no error.
-
-    Args:
-        mark: of the lab's processes; empty if it is not known.
-        network: None if the lab has no namespaces.
-    """
+    """Kill all processes of a lab and remove its network; what does not exist is no error."""
     members = Members(mark, network.namespaces() if network else [])
     try:
         members.kill()
@@ -126,7 +116,6 @@ def _wait(owner: int) -> None:
 
 
 def main(request: str) -> int:
-    """Keep the lab that `request` asks for; return the exit status."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     try:

@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TypeAlias
 
 from lab.claims import Facts
@@ -59,13 +59,8 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start a process in this host, in a session of its own; the end of the lab kills it.
 
-        Args:
-            argv: program and arguments.
-            env: added to this process's environment and the ``LAB_`` names.
-            stdout: as of `subprocess.Popen`, like the other two; read pipes before the lab ends.
-            stderr: see `stdout`.
-            stdin: see `stdout`; empty by default.
-            cwd: its working directory; this process's by default.
+        `env` is added to this process's environment and the ``LAB_`` names; all else is as of
+        `subprocess.Popen`. Read pipes before the lab ends.
 
         Raises:
             FileNotFoundError: there is no such program.
@@ -150,12 +145,7 @@ class Lab:
         self.hosts = [Host(self, index, *place) for index, place in enumerate(places)]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close()
 
     def set_rate(self, host: Host, mbit: float | None) -> None:
@@ -176,16 +166,10 @@ class Lab:
     def payload_rate(self, streams: int = 1, seconds: int | None = None) -> float:
         """Bytes per second that iperf3 carries from host 0 to host 1, as their links are now.
 
-        Measured at the first call with these arguments, and at the first after a `set_rate`.
-
-        Args:
-            streams: TCP connections, side by side.
-            seconds: how long, three times; as many before that are left out, in which the shaper's
-                burst comes on top of the rate, and TCP finds out what the network carries. By
-                default 1, or 10 where round trips are long or packets are lost.
-
-        Raises:
-            LabUnavailable: iperf3 is missing or fails, or there is one host only.
+        Measured at the first call with these arguments, and at the first after a `set_rate`: for so
+        many seconds, three times, after as many that are left out, in which the shaper's burst
+        comes on top, and TCP finds the rate. By default that is 1, or 10 where round trips are long
+        or packets are lost.
         """
         seconds = seconds or (IPERF_FAR_S if self._round_trip_ms or self._loss_percent else 1)
         rate = self._payload_rates.get((streams, seconds))
@@ -261,7 +245,7 @@ class Lab:
             request = Request(facts, self._namespaces, owner)
             # The keeper needs the standard library alone, and starts at once without the rest.
             self._keeper = subprocess.Popen(
-                [sys.executable, "-SE", "-m", "lab", "keep", request.to_json()],
+                [sys.executable, "-SE", "-m", "lab", "keep", json.dumps(asdict(request))],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

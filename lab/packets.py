@@ -41,7 +41,6 @@ def part(host: Host, other: Host, way: Way = "both") -> None:
 
 
 def heal(host: Host) -> None:
-    """Let a host lose nothing more."""
     _load(host, [])
 
 

@@ -18,11 +18,7 @@ class Members:
 
     A process belongs to it if it is in one of the lab's namespaces, or if its environment has the
     lab's mark; children inherit both, whatever session or process group they make for themselves.
-
-    Args:
-        mark: the value of `MARK`, unique to the lab; empty if it is not known.
-        namespaces: files of network namespaces, held open until `close`: the kernel gives the
-            number of one that is gone to the next.
+    Files of namespaces are held open: the kernel gives the number of one that is gone to the next.
     """
 
     def __init__(self, mark: str, namespaces: Iterable[Path]) -> None:

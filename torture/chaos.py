@@ -2,25 +2,20 @@
 
     python -m torture.chaos --kills 200 --workers 4 --reducers 3
 
-Real reducers, real DDP, over loopback. One reducer after the other dies at a random instant and is
-started again, until `--kills` are done; then the same training makes as many steps undisturbed,
-and must end with the same bits. bench/README.md defines every option and figure.
+bench/README.md says what is done, and defines every option and figure.
 """
 
 import signal
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bench import options, report
 from bench.results import ChaosResults
-from harness import HarnessError
-from torture.chaos_blows import PLACES, at_failpoints, at_random
-from torture.chaos_figures import figures
-from torture.chaos_run import train
+from lab import Lab
+from torture.chaos_run import PLACES, at_failpoints, at_random, figures, train
 
 LONGEST_STALL_S = 3.0
 
@@ -38,7 +33,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     drain: Annotated[
         bool, typer.Option("--drain", help="SIGTERM instead of SIGKILL: reducers say goodbye.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
+    json: options.Json = None,
 ) -> None:
     """Train while reducers die, and say what became of it."""
     if failpoints and drain:
@@ -51,18 +46,11 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         number = signal.SIGTERM if drain else signal.SIGKILL
         blows = at_random(kills or 200, reducers, seed, number)
     run = options.begin("torture.chaos")
-    try:
-        with options.lab(workers + reducers, None) as lab:
-            disturbed = train(lab, workers, blows, seed=seed)
-            undisturbed = train(lab, workers, [], seed=seed, steps=disturbed.least_steps)
-    except HarnessError as error:
-        sys.exit(f"torture.chaos: {error}")
-    found = ChaosResults(
-        **dict(run),
-        workers=workers,
-        reducers=reducers,
-        **figures(disturbed, undisturbed),
-    )
+    with options.command("torture.chaos"), Lab.loopback(workers + reducers) as lab:
+        disturbed = train(lab, workers, blows, seed=seed)
+        undisturbed = train(lab, workers, [], seed=seed, steps=disturbed.least_steps)
+    said = figures(disturbed, undisturbed)
+    found = ChaosResults(**dict(run), workers=workers, reducers=reducers, **said)
     print(report.chaos_text(found))
     for line in found.errors:
         print(f"# {line}")

@@ -28,7 +28,6 @@ STOP_EVERY = 8  # steps between two at which ranks may stop
 
 
 def build() -> nn.Sequential:
-    """Return a network of linear layers with smooth ones in between."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for width, after in pairwise(LAYERS):
@@ -66,10 +65,7 @@ class Trainer:
 def train(*, seed: int, steps: int | None, pause_s: float) -> None:
     """Train; report each step, and the weights wherever ranks may stop.
 
-    Args:
-        seed: of the data.
-        steps: after how many to stop, a multiple of `STOP_EVERY`; None: when standard input says.
-        pause_s: time between two steps, which leaves processors to others.
+    `steps`, after which to stop, are a multiple of `STOP_EVERY`; None: when standard input says.
     """
     trainer = Trainer(seed)
     client = worker_client.attach(trainer.model)
@@ -99,7 +95,6 @@ def _listen(told: threading.Event) -> None:
 
 
 def main(spec: str) -> None:
-    """Run one rank as `spec`, a JSON object of `train`'s arguments, says."""
     torch.set_num_threads(1)  # several ranks share the machine, and sums must not depend on it
     dist.init_process_group("gloo")
     try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from harness import HarnessError, pool
 from lab import Lab, packets
@@ -27,18 +28,9 @@ NAMED_S = 10.0  # later errors count as missing
 
 @dataclass
 class Row:
-    """What became of a case.
+    """What became of a case; bench/README.md defines the figures, NaN where there is none.
 
     Attributes:
-        case: its name.
-        all_reduces: those that ended well at every rank.
-        wrong: results, one per rank and all-reduce, of which an element was wrong.
-        errors: ranks that failed although nothing that they need was gone, or not as they should.
-        false_deaths: ranks and reducers that were called lost although they were there.
-        stall_s: the longest all-reduce of any rank.
-        detected_s: from the fault until the last rank that had to know of it did; NaN if none had.
-        back_s: from its end until all reducers were in use at every rank; NaN if none had left.
-        rate: decimal MB per second and rank, of all all-reduces and the waits between them.
         notes: what errors said, and whatever else explains the figures.
     """
 
@@ -60,13 +52,7 @@ class Row:
 
 
 class Scene:
-    """A job of four ranks and three reducers, each on a host of its own.
-
-    Attributes:
-        workers: hosts of the ranks.
-        reducers: hosts of the reducers.
-        job: the job.
-    """
+    """A job of four ranks and three reducers, each on a host of its own."""
 
     def __init__(self, lab: Lab, job: Job) -> None:
         self.lab = lab
@@ -75,11 +61,7 @@ class Scene:
         self.reducers = lab.hosts[WORKERS:]
 
     def begin(self, count: int) -> None:
-        """Begin a generation of so many all-reduces, of which the first have ended.
-
-        Raises:
-            HarnessError: it does not work.
-        """
+        """Begin a generation of so many all-reduces, of which the first have ended."""
         self.job.begin(ELEMENTS, count)
         self.job.wait_for_steps(min(FIRST, count), NAMED_S)
         if self.job.done < min(FIRST, count):
@@ -94,11 +76,7 @@ class Scene:
 
 @contextmanager
 def stage(lab: Lab) -> Iterator[Scene]:
-    """Start the job's processes; at the end of the block they are gone, and the lab as it was.
-
-    Args:
-        lab: of `WORKERS` + `REDUCERS` hosts at `MBIT` Mbit/s.
-    """
+    """Start the job's processes; at the end of the block they are gone, and the lab as it was."""
     started = pool.start(lab.hosts[WORKERS:])
     try:
         with Job(lab, lab.hosts[:WORKERS], [reducer.address for reducer in started]) as job:
@@ -145,26 +123,16 @@ def slow(scene: Scene, count: int) -> Row:
 def pulled(scene: Scene, count: int) -> Row:
     """Pull a reducer's cable, and plug it in again."""
     host = scene.reducers[GONE]
-    return _gone_and_back(
-        "reducer pulled",
-        scene,
-        count,
-        lambda: scene.lab.link_down(host),
-        lambda: scene.lab.link_up(host),
-    )
+    down, up = partial(scene.lab.link_down, host), partial(scene.lab.link_up, host)
+    return _gone_and_back("reducer pulled", scene, count, down, up)
 
 
 def partition(scene: Scene, count: int, way: Way) -> Row:
     """One rank and one reducer do not hear each other, or one of them the other."""
     rank, reducer = scene.workers[2], scene.reducers[GONE]
     names = {"both": "partition", "in": "rank does not hear", "out": "rank is not heard"}
-    return _gone_and_back(
-        names[way],
-        scene,
-        count,
-        lambda: packets.part(rank, reducer, way),
-        lambda: packets.heal(rank),
-    )
+    cut, heal = partial(packets.part, rank, reducer, way), partial(packets.heal, rank)
+    return _gone_and_back(names[way], scene, count, cut, heal)
 
 
 def _gone_and_back(
@@ -181,7 +149,13 @@ def _gone_and_back(
     lost = [told.losses[0].at - start if told.losses else math.inf for told in job.told]
     healed = time.monotonic()
     heal()
-    job.wait(lambda: _all_in_use(job.told, healed) or _over(job.told), SETTLE_S)
+    job.wait(
+        lambda: (
+            all(_used_again(told, healed) != math.inf for told in job.told)
+            or any(told.over for told in job.told)
+        ),
+        SETTLE_S,
+    )
     back = [_used_again(told, healed) for told in job.told]
     job.wait_for_steps(max(count, job.done + 1), _patience(count))
     row = account(case, scene, count, ended=False)
@@ -196,10 +170,6 @@ def _gone_and_back(
         )
         row.notes += tuple(f"rank {rank}: {text}" for text in told.warnings if false)
     return row
-
-
-def _all_in_use(ranks: list[Told], since: float) -> bool:
-    return all(_used_again(told, since) != math.inf for told in ranks)
 
 
 def _used_again(told: Told, since: float) -> float:
@@ -236,9 +206,10 @@ def rank_pulled(scene: Scene, count: int) -> Row:
         for rank, failure in enumerate(failures)
     )
     misnamed = sum(failure is not None and failure.rank not in {None, gone} for failure in failures)
-    scene.begin(max(FIRST, count - before.all_reduces))
+    left = max(FIRST, count - before.all_reduces)
+    scene.begin(left)
     scene.finish()
-    row = account("rank pulled", scene, max(FIRST, count - before.all_reduces))
+    row = account("rank pulled", scene, left)
     row.all_reduces += before.all_reduces
     row.wrong += before.wrong
     row.errors += missing
@@ -252,13 +223,9 @@ def rank_pulled(scene: Scene, count: int) -> Row:
 
 
 def account(case: str, scene: Scene, count: int, *, ended: bool = True) -> Row:
-    """Sum up what the ranks of a generation have told, and end it.
+    """Sum up what the ranks of a generation have told, of which `count` should have ended well.
 
-    Args:
-        case: its name.
-        scene: whose ranks.
-        count: all-reduces that should have ended well.
-        ended: whether nobody may have lost anybody, and all ranks have left by themselves.
+    If it has `ended`, nobody may have lost anybody, and all ranks have left by themselves.
     """
     job = scene.job
     row = Row(case, all_reduces=job.done)
@@ -282,10 +249,6 @@ def account(case: str, scene: Scene, count: int, *, ended: bool = True) -> Row:
     if spans and row.all_reduces:
         row.rate = row.all_reduces * ELEMENTS * 4 / 1e6 / max(spans)
     return row
-
-
-def _over(ranks: list[Told]) -> bool:
-    return any(told.over for told in ranks)
 
 
 def _patience(count: int) -> float:

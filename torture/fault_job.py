@@ -7,8 +7,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import HarnessError
 from harness.processes import Process
@@ -20,13 +19,10 @@ JOIN_S = 50.0  # most of it is importing torch in all ranks at once
 LEAVE_S = 10.0
 
 
-@dataclass(frozen=True)
-class Step:
-    """An all-reduce that ended well.
+class Step(NamedTuple):
+    """An all-reduce that ended well: when, by the monotonic clock, and how long it took.
 
     Attributes:
-        at: when, by the monotonic clock.
-        seconds: how long it took.
         wrong: elements that are not the left fold in rank order, bit for bit.
         in_use: reducers that the rank uses then.
     """
@@ -37,28 +33,18 @@ class Step:
     in_use: int
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A rank has taken reducers out of use.
-
-    Attributes:
-        at: when, by the monotonic clock.
-        reducers: all that are out of use since then.
-    """
+class Loss(NamedTuple):
+    """When a rank has taken reducers out of use, and all that are out of use since then."""
 
     at: float
     reducers: list[int]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The error that ended a rank's part.
+class Failure(NamedTuple):
+    """The error that ended a rank's part: when it was raised, and how long the call took.
 
     Attributes:
-        at: when it was raised, by the monotonic clock.
-        seconds: how long the call took.
         error: its class.
-        text: its message.
         rank: whom it names.
         number: of the all-reduce; -1 if the rank could not join.
     """
@@ -77,8 +63,6 @@ class Told:
 
     Attributes:
         joined: when it had joined; 0 before.
-        steps: its all-reduces.
-        losses: when it took reducers out of use.
         warnings: what its client logged.
         failure: what ended the part, if anything did.
         over: whether it has left.
@@ -111,39 +95,28 @@ class Rank(Process):
         self.tell(json.dumps(asdict(part)))
 
     def _take_note(self, facts: dict[str, Any] | None) -> None:
+        told, facts = self.told, facts or {"what": "over"}
+        what = facts.pop("what")
         with self._changed:
-            if facts is None:
-                self.told.over = True
+            if what == "step":
+                told.steps.append(Step(**facts))
+            elif what == "error":
+                told.failure = Failure(**facts)
+            elif what == "joined":
+                told.joined = facts["at"]
+            elif what == "lost":
+                told.losses.append(Loss(**facts))
+            elif what == "warning":
+                told.warnings.append(facts["text"])
             else:
-                self._note(facts.pop("what"), facts)
+                told.over = True
             self._changed.notify_all()
-
-    def _note(self, what: str, facts: dict[str, object]) -> None:
-        told = self.told
-        if what == "step":
-            told.steps.append(Step(**facts))  # type: ignore[arg-type]
-        elif what == "error":
-            told.failure = Failure(**facts)  # type: ignore[arg-type]
-        elif what == "joined":
-            told.joined = float(str(facts["at"]))
-        elif what == "lost":
-            told.losses.append(Loss(**facts))  # type: ignore[arg-type]
-        elif what == "warning":
-            told.warnings.append(str(facts["text"]))
-        else:
-            told.over = True
 
 
 class Job:
-    """A job whose ranks are processes on hosts of a lab, generation after generation.
+    """A job whose ranks are processes on hosts of a lab, one each, generation after generation.
 
-    Args:
-        lab: where.
-        hosts: one for each rank.
-        servers: the reducers; none if the ranks host them.
-
-    Attributes:
-        ranks: in order.
+    Without servers the ranks host the reducers.
     """
 
     def __init__(self, lab: Lab, hosts: Sequence[Host], servers: Sequence[str]) -> None:
@@ -158,12 +131,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for rank in self.ranks:
             rank.end()
 
@@ -177,27 +145,24 @@ class Job:
         """All-reduces of this generation that have ended well everywhere."""
         return min(len(told.steps) for told in self.told)
 
-    def begin(self, elements: int, count: int = 0) -> None:
-        """Begin the next generation, and wait until all have joined; see `Part`.
-
-        Raises:
-            HarnessError: a rank did not join.
-        """
+    def begin(self, elements: int, count: int = 0, *, pace: float = 0.0, warm: int = 0) -> None:
+        """Begin the next generation, and wait until all have joined; see `Part`."""
         self.generation += 1
         leader = "" if self._servers else f"{self._hosts[0].address}:{free_port()}"
         for rank, process in enumerate(self.ranks):
-            process.take(
-                Part(
-                    rank=rank,
-                    world_size=len(self.ranks),
-                    job=self._name,
-                    generation=self.generation,
-                    servers=self._servers,
-                    elements=elements,
-                    count=count,
-                    leader=leader,
-                )
+            part = Part(
+                rank=rank,
+                world_size=len(self.ranks),
+                job=self._name,
+                generation=self.generation,
+                servers=self._servers,
+                elements=elements,
+                count=count,
+                leader=leader,
+                pace=pace,
+                warm=warm,
             )
+            process.take(part)
         self.wait(lambda: all(told.joined or told.over for told in self.told), JOIN_S)
         for rank, told in enumerate(self.told):
             if not told.joined:
@@ -226,15 +191,10 @@ class Job:
 
     def wait_for_end(self, within_s: float, ranks: Sequence[int] | None = None) -> bool:
         """Wait until ranks, all if None, have ended their parts."""
-        some = range(len(self.ranks)) if ranks is None else ranks
-        return self.wait(lambda: all(self.ranks[rank].told.over for rank in some), within_s)
+        some = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
+        return self.wait(lambda: all(one.told.over for one in some), within_s)
 
     def wait_for_failure(self, within_s: float, ranks: Sequence[int]) -> bool:
         """Wait until ranks have raised their errors, or ended."""
-        return self.wait(
-            lambda: all(
-                told.failure is not None or told.over
-                for told in (self.ranks[rank].told for rank in ranks)
-            ),
-            within_s,
-        )
+        some = [self.ranks[rank] for rank in ranks]
+        return self.wait(lambda: all(one.told.failure or one.told.over for one in some), within_s)

@@ -33,6 +33,7 @@ class Part:
         elements: fp32 values in each all-reduce.
         count: all-reduces; 0 for as many as there are before an error.
         leader: ``host:port`` at which the ranks of an embedded job make a process group.
+        pace: all-reduces a second, after `warm` as fast as can be; 0 for all of them so.
     """
 
     rank: int
@@ -43,6 +44,8 @@ class Part:
     elements: int
     count: int
     leader: str = ""
+    pace: float = 0.0
+    warm: int = 0
 
 
 class Losses(logging.Handler):
@@ -50,8 +53,7 @@ class Losses(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.client: Client | None = None
-        self._told = 0
+        self.watch(None)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass the record on, and look."""
@@ -71,18 +73,13 @@ class Losses(logging.Handler):
         """Begin with another client, or with none."""
         self.client, self._told = client, 0
 
-    def in_use(self) -> int:
-        """Return how many reducers are in use."""
-        assert self.client is not None
-        return sum(self.client.in_use)
-
 
 def take(part: Part, losses: Losses) -> None:
     """All-reduce as often as `part` says, or until an error; tell of every end."""
     original = oracle.contribution(part.rank, part.elements)
     array = np.empty_like(original)
     number = -1
-    start = time.monotonic()
+    start = warm = time.monotonic()
     try:
         with _join(part) as client:
             losses.watch(client)
@@ -98,39 +95,29 @@ def take(part: Part, losses: Losses) -> None:
                 np.multiply(array, 1 / scale, out=array)
                 wrong = oracle.wrong(array, part.world_size, exact=True)
                 losses.look()
-                _say("step", end, seconds=end - start, wrong=wrong, in_use=losses.in_use())
+                in_use = sum(client.in_use)
+                _say("step", end, seconds=end - start, wrong=wrong, in_use=in_use)
+                if number < part.warm:
+                    warm = end
+                elif part.pace:
+                    due = warm + (number - part.warm + 1) / part.pace
+                    time.sleep(max(0.0, due - time.monotonic()))
     except ReductionError as error:
-        lost = getattr(error, "rank", None)
-        _say(
-            "error",
-            seconds=time.monotonic() - start,
-            error=type(error).__name__,
-            text=str(error),
-            rank=lost,
-            number=number,
-        )
+        facts: dict[str, Any] = {"error": type(error).__name__, "text": str(error)}
+        facts |= {"rank": getattr(error, "rank", None), "number": number}
+        _say("error", seconds=time.monotonic() - start, **facts)
     finally:
         losses.watch(None)
     _say("over")
 
 
 def _join(part: Part) -> Client:
+    who: dict[str, Any] = {"rank": part.rank, "world_size": part.world_size}
     if not part.leader:
-        return connect(
-            servers=part.servers,
-            rank=part.rank,
-            world_size=part.world_size,
-            job=part.job,
-            generation=part.generation,
-        )
+        return connect(servers=part.servers, job=part.job, generation=part.generation, **who)
     from torch import distributed  # noqa: PLC0415 (a pool's workers do not load it)
 
-    distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://{part.leader}",
-        rank=part.rank,
-        world_size=part.world_size,
-    )
+    distributed.init_process_group("gloo", init_method=f"tcp://{part.leader}", **who)
     return worker_client.init(embedded=True)
 
 
@@ -139,7 +126,6 @@ def _say(what: str, at: float | None = None, **facts: Any) -> None:
 
 
 def main() -> None:
-    """Take one part after the other."""
     faulthandler.enable()  # a crash says where, on standard error
     losses = Losses()
     log = logging.getLogger("worker_client")

@@ -2,8 +2,7 @@
 
     python -m torture.faults --count 300
 
-Four ranks and three reducers are processes on hosts of a lab; every fault is brought upon a job of
-their own. bench/README.md defines every option and figure.
+bench/README.md says what is done, and defines every option and figure.
 """
 
 import math
@@ -13,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from harness import HarnessError
-from lab import Lab, LabUnavailable
+from bench import options
+from lab import Lab
 from torture import fault_cases
 from torture.fault_cases import MBIT, REDUCERS, WORKERS, Row, Scene, stage
 
@@ -45,20 +44,16 @@ def main(
             raise typer.BadParameter(f"{name!r} is none of {', '.join(CASES)}")
     print(HEADING)
     good = True
-    try:
-        with Lab(WORKERS + REDUCERS, MBIT) as lab:
-            for name in names:
-                with stage(lab) as scene:
-                    row = CASES[name](scene, count)
-                print(line(row), *(f"#   {note}" for note in row.notes), sep="\n", flush=True)
-                good = good and row.good
-    except (HarnessError, LabUnavailable) as error:
-        sys.exit(f"torture.faults: {error}")
+    with options.command("torture.faults"), Lab(WORKERS + REDUCERS, MBIT) as lab:
+        for name in names:
+            with stage(lab) as scene:
+                row = CASES[name](scene, count)
+            print(line(row), *(f"#   {note}" for note in row.notes), sep="\n", flush=True)
+            good = good and row.good
     sys.exit(int(not good))
 
 
 def line(row: Row) -> str:
-    """Return a row of the table."""
     return (
         f"{row.case:<20} {row.all_reduces:>11} {row.wrong:>6} {row.errors:>6} "
         f"{row.false_deaths:>12} {row.stall_s:>8.3f} {_figure(row.detected_s):>8} "

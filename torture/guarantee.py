@@ -12,6 +12,7 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,17 +27,8 @@ from torture.guarantee_topologies import TOPOLOGIES, arrange, lab_of
 SEASON = 12  # faults, and then other settings
 MARGIN_S = 1.0
 MOST_FINDINGS = 50  # later ones say no more
-COLUMNS = (
-    ("topology", 12),
-    ("seconds", 8),
-    ("results", 8),
-    ("wrong", 6),
-    ("errors", 7),
-    ("faults", 7),
-    ("troubles", 9),
-    ("lives", 6),
-    ("findings", 9),
-)
+COLUMNS = ["topology", "seconds", "results", "wrong", "errors"]
+COLUMNS += ["faults", "troubles", "lives", "findings"]
 
 
 class Found(formats.Record):
@@ -81,7 +73,7 @@ def main(  # noqa: PLR0917 (typer's)
     if unknown := set(names) - set(TOPOLOGIES):
         raise typer.BadParameter(f"{', '.join(unknown)}: none of {', '.join(TOPOLOGIES)}")
     run = formats.begin("torture.guarantee")
-    print("".join(f"{title:>{width}}" for title, width in COLUMNS), flush=True)
+    print(line(COLUMNS), flush=True)
     found = {}
     for name in names:
         try:
@@ -92,8 +84,7 @@ def main(  # noqa: PLR0917 (typer's)
         troubles = sum(n for what, n in one.counts.items() if what.startswith("trouble "))
         row = [name, f"{one.seconds:.0f}", one.results, one.wrong, one.counts.get("error", 0)]
         row += [sum(one.faults.values()), troubles, one.lives, len(one.findings)]
-        cells = zip(row, COLUMNS, strict=True)
-        print("".join(f"{cell:>{width}}" for cell, (_, width) in cells), flush=True)
+        print(line(row), flush=True)
         for finding in one.findings:
             print(f"    seed {seed}, {finding['kind']}: {finding['detail']}", flush=True)
     if json is not None:
@@ -101,16 +92,12 @@ def main(  # noqa: PLR0917 (typer's)
     sys.exit(any(one.findings for one in found.values()))
 
 
-def attack(name: str, results: int, faults: int, seed: int, *, margin_s: float = MARGIN_S) -> Found:
-    """Bring faults to a topology until as many came, and as many results were compared.
+def line(cells: Sequence[object]) -> str:
+    return "".join(f"{cell!s:>{13 if at == 0 else 9}}" for at, cell in enumerate(cells))
 
-    Args:
-        name: of `TOPOLOGIES`.
-        results: at least.
-        faults: at least.
-        seed: of all that is chosen; when things happen is not.
-        margin_s: how much later than its timeout a call may end.
-    """
+
+def attack(name: str, results: int, faults: int, seed: int, *, margin_s: float = MARGIN_S) -> Found:
+    """Bring faults to a topology until as many came, and as many results were compared."""
     begun = time.monotonic()
     tally = Tally()
     rng = random.Random(f"{seed} {name}")  # noqa: S311 (dice, not secrets)

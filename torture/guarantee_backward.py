@@ -18,7 +18,6 @@ BUCKET_MB = 0.01  # small parameters share a bucket, the large one has its own
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """Return a tensor with an array's own memory."""
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

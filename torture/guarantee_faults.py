@@ -21,14 +21,10 @@ GOOD = 5  # right results that every rank must have after a fault
 
 
 class Arena:
-    """Jobs on a pool, and what happens to them.
+    """Jobs on a pool, or without one if ranks host all reducers, and what happens to them.
 
-    Args:
-        jobs: in it.
-        reducers: the pool; None if ranks host all.
+    Attributes:
         weights: how often each fault comes, relative to the others.
-        tally: of the topology.
-        rng: chooses.
         patience_s: within which a job must have good results again after a fault.
         elastic: whether a job goes on without a rank.
         resumes: whether connections that break go on.

@@ -33,11 +33,9 @@ class Tally:
 
     Attributes:
         counts: of calls, by what became of them, and of errors by their classes.
-        faults: by kind.
         findings: what must not be.
         samples: some errors of each class.
         lives: how often a job began.
-        slowest_join_s: of a rank.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -63,18 +61,14 @@ class Tally:
 
 
 class Member:
-    """One rank's process.
+    """One rank's process, and what was heard of its present life.
 
     Attributes:
-        life: the life that it was told of last.
         state: ``joining``, ``running``, ``leaving``, ``over`` or ``dead``.
         why: why it is over.
-        right: right results in this life.
-        failed: errors in this life.
+        right, failed: results and errors.
         steps: which step each thread is at.
-        errors: the latest ones in this life.
         stopped: whether it was sent SIGSTOP.
-        heard: when it was, by the monotonic clock.
     """
 
     def __init__(self, rank: int, words: Path, namespace: str) -> None:
@@ -155,17 +149,8 @@ class Member:
 class Job:
     """The ranks of one job.
 
-    Args:
-        part: of rank 0 in its first life; of what it says, `rank`, `life`, `generation`, `leader`,
-            and the plan's and the data's seeds are replaced.
-        tally: of the topology.
-        per_rank: what differs between ranks: arguments for `dataclasses.replace` of a part.
-        folder: for what ranks write.
-
     Attributes:
-        members: in rank order.
-        life: the present one.
-        generation: what ranks are told.
+        part: of rank 0 in its first life; of others differs what is their own, and `per_rank`.
         settled: whether all ranks have had good results in this life.
         struck: how many faults have come in it, without connections that broke and go on.
         calm: whether none of them, and nothing else, may cost a call.

@@ -14,12 +14,9 @@ NEAR = 20  # steps before and after, among which a wrong result is looked for
 
 
 class Judge:
-    """Compares results with those that the oracle has.
+    """Compares results with those that the oracle has, given the plan of all calls.
 
-    Args:
-        plan: of all calls.
-        rank: whose results they are.
-        data: seed of the values.
+    Attributes:
         exact: whether values are small whole numbers, and any NaN is as good as any other.
         nodes: of each rank; ranks of one node fold first. None: no hierarchy.
         elastic: whether results may be those of some ranks, the same at all of them.
@@ -51,11 +48,8 @@ class Judge:
     def judge(self, call: Call, got: Any, residual: Any, present: tuple[int, ...]) -> str:
         """Say what is wrong with a result; nothing if it is right.
 
-        Args:
-            call: the call.
-            got: its result, contiguous; of bfloat16, its bits.
-            residual: what it was given, as it is now; or None.
-            present: ranks that take part, as the client says.
+        `residual` is what the call was given, as it is now; `present` are the ranks that take part,
+        as the client says. Results are contiguous; of bfloat16, their bits.
         """
         absent = None
         if call.trouble is not None and call.trouble.forbids:

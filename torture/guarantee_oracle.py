@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from harness import block8_oracle
+from harness.oracle import half, through, widen
 from torture.guarantee_plan import Call
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
@@ -60,12 +60,7 @@ class Shape(NamedTuple):
 
 
 class Oracle:
-    """Contributions and results.
-
-    Args:
-        seed: of all values.
-        exact: whether all values are small whole numbers, whose sums are the same in any order.
-    """
+    """Contributions and results; if `exact`, of small whole numbers, in any order the same."""
 
     def __init__(self, seed: str, *, exact: bool) -> None:
         self._seed = seed
@@ -96,22 +91,20 @@ class Oracle:
                 if rounded and whole:
                     if call.residual:  # that of every rank is 0, which makes 0 of -0
                         values = [one + np.float32(0) for one in values]
-                    values = [_through(one, shape.wire_dtype) for one in values]
+                    values = [through(one, shape.wire_dtype) for one in values]
                 folded = _folded(values, fold)
                 if of_means:
                     folded = folded / folded.dtype.type(len(group))
-                parts.append(
-                    _through(folded, shape.wire_dtype) if rounded and not whole else folded
-                )
+                parts.append(through(folded, shape.wire_dtype) if rounded and not whole else folded)
             total = _folded(parts, fold)
             if of_means:
                 total = total / total.dtype.type(len(parts))
             if not whole and rounded:
-                total = _through(total, shape.wire_dtype, dithered=True)
+                total = through(total, shape.wire_dtype, dithered=True)
             if call.op == "mean" and not of_means:
                 total = total / total.dtype.type(shape.ranks)
             if whole and rounded:
-                total = _through(total, shape.wire_dtype, dithered=True)
+                total = through(total, shape.wire_dtype, dithered=True)
             if call.weights is not None:
                 ranks = [rank for group in shape.groups for rank in group]
                 total = total / total.dtype.type(_mean_weight(call.weights, ranks))
@@ -137,20 +130,11 @@ def same(one: Array, other: Array, dtype: str, *, any_nan: bool = False) -> bool
     return bool(np.array_equal(first, second, equal_nan=True))
 
 
-def widen(values: Array, dtype: str) -> Array:
-    """Return values in the type in which they are folded: 16 bits in float32."""
-    if dtype == "bfloat16":
-        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return values.astype(np.float32) if dtype == "float16" else values
-
-
 def narrow(values: Array, dtype: str) -> Array:
     """Round folded values to their type, to nearest and ties to even, with one NaN alone."""
-    if dtype == "bfloat16":
-        bits = values.view(np.uint32)
-        odd = (bits >> np.uint32(16)) & np.uint32(1)
-        kept = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
-        return np.where(np.isnan(values), np.uint16(0x7FC0), kept)
+    if dtype in {"float16", "bfloat16"}:
+        halves: Array = half(values, dtype)
+        return halves
     found = values.astype(TYPES[dtype])
     if found.dtype.kind == "f":
         found[np.isnan(found)] = np.nan
@@ -162,33 +146,22 @@ def kept(call: Call, values: Array, wire_dtype: str) -> Array:
     if not is_rounded(call, wire_dtype):
         return np.zeros_like(values)
     with np.errstate(all="ignore"):
-        lost: Array = values - _through(values, wire_dtype)
+        lost: Array = values - through(values, wire_dtype)
     lost[~np.isfinite(lost)] = 0
     return lost
 
 
 def tells(call: Call) -> bool:
-    """Whether a result tells whose contributions are in it."""
     wide = call.dtype in {"float32", "float64", "int32", "int64"}
     return wide and call.op in {"sum", "mean"} and call.elements > 8
 
 
 def is_rounded(call: Call, wire_dtype: str) -> bool:
-    """Whether the tensor is rounded to travel."""
     return (
         call.dtype == "float32"
         and call.op in _ROUNDED_OPS[wire_dtype]
         and call.elements * 4 >= _ROUNDED_BYTES
     )
-
-
-def _through(values: Array, wire_dtype: str, *, dithered: bool = False) -> Array:
-    """Round float32 values to what travels, as reducers do if so, and return that as float32."""
-    if wire_dtype in block8_oracle.Q:
-        sent = block8_oracle.travels(values, wire_dtype, dithered=dithered)
-        return block8_oracle.arrives(sent, values.size, wire_dtype)
-    dtype = "bfloat16" if wire_dtype == "bf16" else "float16"
-    return widen(narrow(values, dtype), dtype)
 
 
 def _mean_weight(weights: Sequence[float], ranks: Sequence[int]) -> float:

@@ -64,12 +64,12 @@ class Call(NamedTuple):
     dtype: str
     op: str
     elements: int
-    strided: bool
-    weights: tuple[float, ...] | None
-    residual: bool
-    timeout_s: float | None
-    trouble: Trouble | None
-    near: bool
+    strided: bool = False
+    weights: tuple[float, ...] | None = None
+    residual: bool = False
+    timeout_s: float | None = None
+    trouble: Trouble | None = None
+    near: bool = False
     form: str = "array"
 
 
@@ -102,7 +102,10 @@ class Plan:
         rng = random.Random(f"{self.seed} {thread} {number}")  # noqa: S311 (dice, not secrets)
         named = thread != MAIN
         if self.ddp and not named and number % BACKWARD_EVERY == 1:
-            return [_gradient((thread, number, place)) for place in range(len(GRADIENTS))]
+            return [
+                Call((thread, number, place), None, "float32", "mean", count, form="gradient")
+                for place, count in enumerate(GRADIENTS)
+            ]
         places = range(rng.choice((1, 1, 2, 3, 4, 8)) if not named else 4)
         troubled = rng.randrange(len(places)) if rng.random() < self.troubles else -1
         calls = []
@@ -164,23 +167,6 @@ class Plan:
         weights = [0.03 if kind == "leave" else 1.0 for kind in kinds]
         kind = rng.choices(kinds, weights)[0]
         return Trouble(kind, rng.randrange(self.ranks), rng.random())
-
-
-def _gradient(key: tuple[int, int, int]) -> Call:
-    return Call(
-        key=key,
-        name=None,
-        dtype="float32",
-        op="mean",
-        elements=GRADIENTS[key[2]],
-        strided=False,
-        weights=None,
-        residual=False,
-        timeout_s=None,
-        trouble=None,
-        near=False,
-        form="gradient",
-    )
 
 
 def _count(rng: random.Random) -> int:

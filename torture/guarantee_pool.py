@@ -25,11 +25,6 @@ _PIDFD_GETFD = 438  # the number is the same on all machines
 class Reducers(Pool):
     """Reducers that come back when they are due, while others go on.
 
-    Args:
-        hosts: one for each.
-        options: of `reducer serve`.
-        words: where their standard error goes.
-
     Attributes:
         well: those that run, and were neither stopped nor told to end.
     """
@@ -96,16 +91,8 @@ class Reducers(Pool):
 def reset(pid: int, ports: Collection[int], rng: random.Random, *, everything: bool) -> int:
     """Reset TCP connections of a process, as if the network did; return how many.
 
-    The kernel lends this process the other one's sockets, if it is a descendant of it.
-
-    Args:
-        pid: of the process.
-        ports: at which one of the two sides must be; any if there are none.
-        rng: chooses.
-        everything: whether all of them, or one.
-
-    Raises:
-        PermissionError: that is not allowed here.
+    The kernel lends this process the other one's sockets, if it is a descendant of it. One side of
+    each is at one of the `ports`, if there are any; `everything` or one of them is reset.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     with ExitStack() as stack:

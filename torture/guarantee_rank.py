@@ -19,7 +19,7 @@ import time
 import traceback
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -49,14 +49,13 @@ MOST_REST_S = 0.5
 KEPT = 20  # errors that are kept for a report
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """A rank's part in one life of a job: from when its ranks join until the last has left.
 
     Attributes:
         life: which one, over all of a job.
-        rank, job, generation, servers, keys: as of `worker_client.init`.
-        plan: what is asked for.
+        rank, job, generation, servers, keys, settings: as of `worker_client.init`.
         data, exact, nodes, elastic: as of `Judge`.
         leader: ``host:port`` where a process group meets; "" for none.
         timeout_s: of calls that have no timeout of their own.
@@ -64,16 +63,14 @@ class Part:
         slack_s: how much later still in this topology, as its document says.
         most_errors: steps in a row with nothing but errors, after which the rank gives up.
         namespace: of the host's network that the rank has; "" for this machine's own.
-        settings: further arguments of `worker_client.init`.
-        environment: further variables.
     """
 
-    life: int
-    rank: int
-    job: str
-    generation: int
+    life: int = 0
+    rank: int = 0
+    job: str = ""
+    generation: int = 0
     servers: tuple[str, ...]
-    keys: str | None
+    keys: str | None = None
     plan: Plan
     data: str
     exact: bool
@@ -84,9 +81,9 @@ class Part:
     margin_s: float
     slack_s: float
     most_errors: int
-    namespace: str
+    namespace: str = ""
     settings: dict[str, Any]
-    environment: dict[str, str]
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 class Over(Exception):  # noqa: N818 (no error)
@@ -99,7 +96,6 @@ class Life:
     Attributes:
         over: why it takes part no longer, once that is so.
         until: the step at which each thread ends, once that was told.
-        stop: set when it is to end at once.
     """
 
     def __init__(
@@ -405,12 +401,7 @@ class Life:
         return not wrong
 
     def _wait(self, call: Call, work: Work, begun: float, patience_s: float) -> None:
-        """Wait until a call has ended, or is found to hang.
-
-        Raises:
-            ReductionError: of the call.
-            Over: it hangs.
-        """
+        """Wait until a call has ended, or raise `Over` as it hangs."""
         until = begun + patience_s
         while True:
             try:

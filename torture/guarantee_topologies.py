@@ -132,14 +132,7 @@ def arrange(
 ) -> Arena:
     """Choose settings, start reducers, and make jobs that have yet to begin.
 
-    Args:
-        topology: the topology.
-        seed: of calls and values.
-        tally: counts.
-        rng: chooses.
-        lab: where reducers are.
-        folder: for keys, and what processes write.
-        margin_s: how much later than its timeout a call may end.
+    `seed` is of calls and values, `rng` chooses; `folder` is for keys, and what processes write.
     """
     most = max(topology.reducers)  # their hosts come first
     ranks, count = rng.choice(topology.ranks), rng.choice(topology.reducers)
@@ -168,12 +161,7 @@ def arrange(
     if wire_dtype in {"int8", "fp8_e4m3"} and "chunk_bytes" in settings:
         settings["chunk_bytes"] = max(settings["chunk_bytes"], 256)
     part = Part(
-        life=0,
-        rank=0,
-        job="",
-        generation=0,
         servers=() if reducers is None else tuple(reducers.addresses),
-        keys=None,
         plan=Plan(
             seed=seed,
             ranks=ranks,
@@ -192,9 +180,7 @@ def arrange(
         margin_s=margin_s,
         slack_s=topology.slack_s,
         most_errors=rng.choice((1, 4, 12)),
-        namespace="",
         settings=settings,
-        environment={},
     )
     plain = [rng.random() < PLAIN for _ in range(ranks)]
 

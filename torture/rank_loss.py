@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import typer
 
+from bench import options
 from harness import HarnessError, pool
 from lab import Lab
 from torture.fault_job import LEAVE_S, Job
@@ -38,8 +39,7 @@ class Found:
     Attributes:
         seconds: of each try, from the kill until the last of the others has its error.
         misnamed: what ranks said who did not name the rank that was killed.
-        base_rss: of each reducer after the first tries, bytes.
-        rss: of each reducer at the end.
+        base_rss, rss: of each reducer after the first tries, and at the end, bytes.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -80,16 +80,12 @@ def main(
     tries: Annotated[int, typer.Option(min=1, help="How often a rank is killed.")] = 20,
     workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
     reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 2,
-    embedded: Annotated[
-        bool, typer.Option("--embedded", help="No reducers: ranks host them.")
-    ] = False,
+    embedded: options.Embedded = False,
     jobs: Annotated[int, typer.Option(min=1, help="Jobs that share the tries, at once.")] = 1,
 ) -> None:
     """Kill ranks of a job on loopback, and time how soon the others have their errors."""
-    try:
+    with options.command("torture.rank_loss"):
         found = measure(tries, workers, 0 if embedded else reducers, jobs)
-    except HarnessError as error:
-        sys.exit(f"torture.rank_loss: {error}")
     print(found, *found.misnamed, sep="\n")
     sys.exit(int(not found.good))
 
@@ -97,14 +93,8 @@ def main(
 def measure(tries: int, workers: int = 4, reducers: int = 2, jobs: int = 1) -> Found:
     """Kill a rank, another one each time, as often as `tries` says.
 
-    Args:
-        tries: how often.
-        workers: ranks of each job.
-        reducers: in the pool; 0 if ranks host them.
-        jobs: how many share the tries, at the same time on the same pool.
-
-    Raises:
-        HarnessError: a rank could not join, or did not end.
+    So many `jobs` share the tries, at the same time on the same pool; without reducers, ranks host
+    them.
     """
     found = Found()
     with Lab.loopback(jobs * workers + reducers) as lab, ExitStack() as stack:
@@ -130,11 +120,7 @@ def measure(tries: int, workers: int = 4, reducers: int = 2, jobs: int = 1) -> F
 
 
 def kill(job: Job, victim: int) -> float:
-    """Kill a rank in the middle of all-reduces, and return when.
-
-    Raises:
-        HarnessError: the job did not work before.
-    """
+    """Kill a rank in the middle of all-reduces, and return when."""
     job.wait_for_steps(3, PATIENCE_S)
     if job.done < 3:
         raise HarnessError(f"the job does not work: {job.told}")
@@ -164,11 +150,7 @@ def _told(job: Job, rank: int, victim: int, found: Found) -> float:
 
 
 def renew(job: Job, *, everybody: bool) -> None:
-    """Make a job ready for its next generation: replace the ranks that are gone.
-
-    Raises:
-        HarnessError: a rank that is alive did not leave.
-    """
+    """Make a job ready for its next generation: replace the ranks that are gone."""
     gone: Sequence[int] = [rank for rank, told in enumerate(job.told) if told.failure is None]
     if everybody:  # a process group cannot be made again without the rank that is gone
         gone = range(len(job.ranks))

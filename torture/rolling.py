@@ -2,10 +2,7 @@
 
     python -m torture.rolling --reducers 2,3 --paces 0.5,5,50,500 --gaps 3,10 --times 10
 
-Real reducers and ranks, over loopback. Each reducer of a pool ends, by SIGTERM or SIGKILL, and is
-started again at once, one after the other, with a gap in between, while ranks make calls at some
-pace. A line for each case: calls, errors, wrong results, and whether all reducers are used in the
-end. bench/README.md defines every option and figure.
+bench/README.md says what is done, and defines every option and figure.
 """
 
 import itertools
@@ -16,14 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from bench import options
 from harness.pool import Pool
-from harness.ranks import Ranks
+from lab import Lab
+from torture.fault_job import Job, Told
 
 WORKERS = 3
-WARM = (
-    300  # calls at full speed before the restarts: what ranks agree on then, they agree on seldom
-)
+ELEMENTS = 10_000
+# Calls at full speed before the restarts: what ranks agree on then, they agree on seldom.
+WARM = 300
 PATIENCE_S = 60.0
 SETTLE_S = 3.0  # and one call after that all reducers are to be in use
 SIGNALS = {"TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
@@ -66,23 +63,31 @@ def main(
 
 def roll(count: int, gap_s: float, pace: float, number: signal.Signals) -> list[dict[str, Any]]:
     """Restart each reducer of a pool once while ranks make calls; return what they have seen."""
-    with options.lab(WORKERS + count, None) as lab:
-        hosts = lab.hosts[:WORKERS]
+    with Lab.loopback(WORKERS + count) as lab:
         pool = Pool(lab.hosts[WORKERS:])
         try:
-            arguments = {"pace": pace, "warm": WARM}
-            job = {"REDUCTION_JOB": "rolling"}
-            with Ranks("torture.rolling_rank", hosts, arguments, pool.addresses, job) as ranks:
-                ranks.hear_all(PATIENCE_S)  # they are warm
+            with Job(lab, lab.hosts[:WORKERS], pool.addresses) as job:
+                job.begin(ELEMENTS, pace=pace, warm=WARM)
+                job.wait_for_steps(WARM, PATIENCE_S)
                 for reducer in range(count):
                     time.sleep(gap_s)
                     pool.end(reducer, number)
                     pool.start(reducer)
                 time.sleep(SETTLE_S + 1 / pace)
-                ranks.tell("stop")
-                return ranks.hear_all(PATIENCE_S)
+                goes_on = job.wait_for_steps(job.done + 1, PATIENCE_S)
+                return [_seen(told, goes_on, count) for told in job.told]
         finally:
             pool.stop()
+
+
+def _seen(told: Told, goes_on: bool, count: int) -> dict[str, Any]:
+    failure = told.failure
+    return {
+        "calls": len(told.steps),
+        "errors": [f"call {failure.number}: {failure.error}: {failure.text}"] if failure else [],
+        "wrong": sum(step.wrong > 0 for step in told.steps),
+        "in_use": [goes_on, *(step.in_use == count for step in told.steps[-1:])],
+    }
 
 
 if __name__ == "__main__":

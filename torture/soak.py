@@ -9,8 +9,6 @@ defines every option and figure.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -19,11 +17,9 @@ import typer
 
 from bench import options, report
 from bench.contenders import Contender
-from bench.contest import ITEM, Contest, hosts_needed
+from bench.contest import ITEM, Contest
 from bench.results import Sample, Soak, Trend
-from harness import HarnessError
 from harness.oracle import PERIOD
-from lab import LabUnavailable
 
 MIB = 1 << 20
 SLACK = 1 * MIB  # what an allocator may take and keep without anybody leaking
@@ -34,45 +30,26 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     count: Annotated[int, typer.Option(min=1, help="All-reduces.")] = 100_000,
     workers: Annotated[int, typer.Option(min=1, help="Ranks.")] = 2,
     reducers: Annotated[int, typer.Option(min=1, help="Reducers.")] = 2,
-    embedded: Annotated[
-        bool, typer.Option("--embedded", help="No reducers: ranks host them.")
-    ] = False,
+    embedded: options.Embedded = False,
     largest: Annotated[str, typer.Option(help="Largest size, at most 3 MiB.")] = "2MiB",
     samples: Annotated[int, typer.Option(min=4, help="Looks at memory, files, threads.")] = 200,
     check_every: Annotated[int, typer.Option(min=1, help="Compare the result of each n-th.")] = 100,
     check: Annotated[bool, typer.Option("--check", help="Fail if memory grows.")] = False,
-    json: Annotated[Path | None, typer.Option(help="File for the results.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a picture (PNG).")] = None,
+    json: options.Json = None,
+    plot: options.Plot = None,
 ) -> None:
     """Soak ours on loopback, and say whether memory is flat."""
     most = options.sizes(largest)[0] // ITEM
     if most > PERIOD:
         raise typer.BadParameter(f"the largest size is at most {ITEM * PERIOD} bytes")
     contender = Contender("embedded") if embedded else Contender("pool", reducers)
-    plan = Plan(_batches(count, samples), most, min(check_every, count))
     found = options.begin_all_reduces("soak", None, [workers], 1, room="torture")
-    try:
-        with (
-            options.lab(hosts_needed(workers, [contender]), None) as lab,
-            Contest(lab, workers, [contender]) as contest,
-        ):
-            if contest.skipped:
-                sys.exit(f"torture.soak: {contest.skipped[contender.name]}")
-            soak = Soak(
-                workers=workers,
-                reducers=contender.reducers,
-                all_reduces=0,
-                nbytes=0,
-                seconds=0.0,
-                wrong=0,
-                checked=0,
-                samples=[],
-                trends=[],
-            )
-            found.soak = soak
-            run(contest, contender.name, soak, plan)
-    except (HarnessError, LabUnavailable) as error:
-        sys.exit(f"torture.soak: {error}")
+    soak = found.soak = Soak(workers=workers, reducers=contender.reducers)
+    batches, check_every = _batches(count, samples), min(check_every, count)
+    with options.command("torture.soak"), options.contest(workers, [contender], None) as contest:
+        if contest.skipped:
+            sys.exit(f"torture.soak: {contest.skipped[contender.name]}")
+        run(contest, contender.name, soak, batches, largest=most, check_every=check_every)
     soak.trends = trends(soak.samples)
     print(f"# {report.conditions(found.settings)}")
     print(report.soak_text(soak))
@@ -80,39 +57,13 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     sys.exit(options.finish(found, json, plot) or int(check and grows))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is done.
-
-    Attributes:
-        batches: all-reduces between two looks at the processes.
-        largest: most elements of an all-reduce.
-        check_every: compare the result of each n-th.
-    """
-
-    batches: Sequence[int]
-    largest: int
-    check_every: int
-
-
-def run(contest: Contest, name: str, soak: Soak, plan: Plan) -> None:
-    """All-reduce in batches, look at all processes before the first and after each.
-
-    Raises:
-        HarnessError: a rank failed.
-    """
+def run(contest: Contest, name: str, soak: Soak, batches: list[int], **arguments: int) -> None:
+    """All-reduce in batches, look at all processes before the first and after each."""
     pids = contest.pids(name)
     start = time.monotonic()
     soak.samples += _look(pids, 0, 0.0)
-    for batch in plan.batches:
-        replies = contest.ask(
-            name,
-            "mix",
-            count=batch,
-            first=soak.all_reduces,
-            largest=plan.largest,
-            check_every=plan.check_every,
-        )
+    for batch in batches:
+        replies = contest.ask(name, "mix", count=batch, first=soak.all_reduces, **arguments)
         soak.all_reduces += batch
         soak.nbytes += replies[0]["nbytes"]
         soak.wrong += sum(reply["wrong"] for reply in replies)
@@ -159,15 +110,9 @@ def _look(pids: dict[str, int], done: int, seconds: float) -> list[Sample]:
     for name, pid in pids.items():
         process = psutil.Process(pid)
         with process.oneshot():
-            sample = Sample(
-                process=name,
-                done=done,
-                seconds=seconds,
-                rss=process.memory_info().rss,
-                files=process.num_fds(),
-                threads=process.num_threads(),
-            )
-        found.append(sample)
+            counts = {"files": process.num_fds(), "threads": process.num_threads()}
+            rss = process.memory_info().rss
+        found.append(Sample(process=name, done=done, seconds=seconds, rss=rss, **counts))
     return found
 
 
