@@ -61,3 +61,16 @@ def devices(monkeypatch):
     yield made
     for one in made.opened:
         one.close()
+
+
+@pytest.fixture(params=["slow", "cuda"])
+def device_of_any_kind(request):
+    """The tests' slow device, or a GPU where there is one."""
+    if request.param == "slow":
+        return request.getfixturevalue("devices")
+    torch = pytest.importorskip("torch", reason="needs torch")
+    from tests.worker_client.slow_device import Gpu  # noqa: PLC0415 (it imports torch)
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return Gpu()

@@ -5,13 +5,13 @@ for, the ways overtake each other, and memory holds rubbish until a copy has rea
 """
 
 import contextlib
-import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
-from reducer.errors import DeviceError
 from reducer.wire.constants import DType
 from worker_client.client import client as client_module
 from worker_client.staging import device, split_call
@@ -28,49 +28,18 @@ VIEWS = {  # of a matrix
 }
 
 
-class Copy:
-    """What a stream was asked for: it ends, well or badly."""
-
-    def __init__(self):
-        self._ended = threading.Event()
-        self._error = None
-
-    def end(self, error):
-        self._error = error
-        self._ended.set()
-
-    def wait(self):
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
-
-
 class Stream:
     """Does one thing after another."""
 
     def __init__(self):
-        self._queue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
 
     def do(self, job):
-        copy = Copy()
-        self._queue.put((job, copy))
-        return copy
+        """Return what waits for the job, and raises what it raised."""
+        return SimpleNamespace(wait=self._pool.submit(job).result)
 
     def close(self):
-        self._queue.put(None)
-        self._thread.join(10)
-
-    def _run(self):
-        while (item := self._queue.get()) is not None:
-            job, copy = item
-            try:
-                job()
-            except DeviceError as error:
-                copy.end(error)
-            else:
-                copy.end(None)
+        self._pool.shutdown(cancel_futures=True)
 
 
 class SlowDevice:
@@ -148,6 +117,10 @@ class Devices:
         self.opened = []
         self.before = lambda _way, _number: time.sleep(0.001)
 
+    def place(self, tensor):
+        """Return a tensor on the device: any CPU tensor is."""
+        return tensor
+
     def open(self, of):
         assert of.type == "cpu"
         self.opened.append(SlowDevice(self._before))
@@ -155,6 +128,16 @@ class Devices:
 
     def _before(self, way, number):
         self.before(way, number)  # what it is then
+
+
+class Gpu:
+    """A real one instead, whose copies nothing holds up."""
+
+    before = None
+
+    @staticmethod
+    def place(tensor):
+        return tensor.cuda()
 
 
 def stage_all(open_device, piece=PIECE):
@@ -195,8 +178,7 @@ def reduce_views(clients, wholes, view):
     for whole in expected:
         view(whole).copy_(total)
     reduce_all(clients, [view(whole) for whole in wholes], op="sum")
-    for whole, one in zip(wholes, expected, strict=True):
-        assert torch.equal(whole, one)
+    assert all(map(torch.equal, wholes, expected))
 
 
 def staging_threads():

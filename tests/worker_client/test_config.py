@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import math
 import re
+from ast import literal_eval
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import worker_client
 from reducer import config as reducer_config
 from reducer.errors import ConfigError
+from tests.worker_client.transcripts import scenarios
 from worker_client import config
 from worker_client.client import bootstrap
 from worker_client.launch import Launcher
@@ -22,94 +25,18 @@ pytestmark = pytest.mark.usefixtures("no_settings")
 
 # -- the worker: sources and units --------------------------------------------------------------
 
-# Setting, how it may be written, and what that means; the first differs from the second.
-WAYS = [
-    ("servers", "a:1,b:2", ("a:1", "b:2")),
-    ("servers", " a:1 , b.example:65535,", ("a:1", "b.example:65535")),
-    ("servers", "[::1]:5555", ("[::1]:5555",)),
-    ("servers", "[fe80::1%eth0]:5555", ("[fe80::1%eth0]:5555",)),
-    ("servers", "", ()),
-    ("embedded", "1", True),
-    ("embedded", "false", False),
-    ("interface", "eth1", "eth1"),
-    ("interface", "10.0.0.0/8", "10.0.0.0/8"),
-    ("job", "digits", "digits"),
-    ("job", "x" * 122, "x" * 122),
-    ("generation", "3", 3),
-    ("generation", "4294967295", (1 << 32) - 1),
-    ("chunk_bytes", "65536", 65536),
-    ("chunk_bytes", "64KiB", 65536),
-    ("chunk_bytes", "64kb", 64000),
-    ("chunk_bytes", "4MiB", 4 * MIB),
-    ("chunk_bytes", "auto", 0),
-    ("window_bytes", "67108864", 64 * MIB),
-    ("window_bytes", "64MB", 64_000_000),
-    ("window_bytes", "64MiB", 64 * MIB),
-    ("window_bytes", "1.5 GiB", 1536 * MIB),
-    ("window_bytes", "auto", 0),
-    ("timeout", "2s", 2.0),
-    ("timeout", "5ms", 0.005),
-    ("timeout", "1.5", 1.5),
-    ("streams", "auto", 0),
-    ("streams", "16", 16),
-    ("timeout", " 2 min ", 120.0),
-    ("timeout", "1h", 3600.0),
-    ("connect_timeout", "250us", 0.00025),
-    ("connect_timeout", "30", 30.0),
-    ("wait_for_reducers", "60s", 60.0),
-    ("wait_for_reducers", "0", 0.0),
-    ("heartbeat", "400ms", 0.4),
-    ("patience", "10s", 10.0),
-    ("patience", "500ms", 0.5),
-    ("fusion_threshold", "32MiB", 32 * MIB),
-    ("fusion_threshold", "0", 0),
-    ("cycle_time", "5ms", 0.005),
-    ("fallback", "process-group", "process-group"),
-    ("on_rank_lost", "continue", "continue"),
-    ("join", "1", True),
-    ("hierarchy", "auto", "auto"),
-    ("wire_dtype", "bf16", "bf16"),
-    ("wire_dtype", "int8", "int8"),
-    ("wire_dtype", "fp8_e4m3", "fp8_e4m3"),
-    ("wire_dtype", "fp16", "fp16"),
-    ("keys", "/etc/job keys", Path("/etc/job keys")),
-    ("encrypt", "1", True),
-    ("impl", "plain", "plain"),
-    ("impl", "compiled", "compiled"),
-    ("io_threads", "2", 2),
-    ("timeline", "/var/timelines", Path("/var/timelines")),
-    ("dump", "/var/dumps of ours", Path("/var/dumps of ours")),
-    ("failpoints", "worker.copied=kill@3", "worker.copied=kill@3"),
-]
-DEFAULTS = {
-    "servers": (),
-    "embedded": None,
-    "interface": "",
-    "job": None,
-    "generation": 0,
-    "chunk_bytes": 0,
-    "window_bytes": 0,
-    "streams": 0,
-    "timeout": 300.0,
-    "connect_timeout": 10.0,
-    "wait_for_reducers": 0.0,
-    "heartbeat": 0.2,
-    "patience": 1.0,
-    "fusion_threshold": 64 * MIB,
-    "cycle_time": 0.001,
-    "fallback": "error",
-    "on_rank_lost": "error",
-    "join": False,
-    "hierarchy": "off",
-    "wire_dtype": "none",
-    "keys": None,
-    "encrypt": False,
-    "impl": None,
-    "io_threads": 1,
-    "timeline": None,
-    "dump": None,
-    "failpoints": "",
-}
+DEFAULTS, WAYS, MISTAKES = {}, [], []
+for title, lines in scenarios("settings.txt").items():
+    name, _, default = title.partition(" = ")
+    DEFAULTS[name] = literal_eval(default)
+    for text, _, meant in (line.partition(" -> ") for line in lines.splitlines()):
+        given, (_, is_mistake, why) = literal_eval(text.strip()), meant.partition("error:")
+        if is_mistake:
+            MISTAKES.append((name, given, why.strip()))
+        else:
+            value = literal_eval(meant)
+            is_path = name in {"keys", "timeline", "dump"}
+            WAYS.append((name, given, Path(value) if is_path else value))
 
 
 def test_every_setting_is_covered():
@@ -130,32 +57,13 @@ def test_empty_names_of_servers_and_keys_are_none(monkeypatch, text):
     assert config.load(keys=text).keys is None
 
 
-@pytest.mark.parametrize(("name", "text", "value"), WAYS)
-def test_from_an_argument_and_from_the_environment(monkeypatch, name, text, value):
+@pytest.mark.parametrize(("name", "given", "value"), WAYS)
+def test_from_an_argument_and_from_the_environment(monkeypatch, name, given, value):
     expected = DEFAULTS | {name: pytest.approx(value)}
-    assert config.load(**{name: text}).model_dump() == expected
-    monkeypatch.setenv(f"REDUCTION_{name.upper()}", text)
-    assert config.load().model_dump() == expected
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"servers": ["a:1", "b:2"]},
-        {"servers": ("a:1",)},
-        {"generation": 7},
-        {"chunk_bytes": 65536},
-        {"window_bytes": 64 * MIB},
-        {"timeout": 2},
-        {"timeout": 0.005},
-        {"connect_timeout": 30.0},
-    ],
-    ids=str,
-)
-def test_arguments_that_are_no_text(arguments):
-    ((name, value),) = arguments.items()
-    expected = tuple(value) if name == "servers" else value
-    assert getattr(config.load(**arguments), name) == expected
+    assert config.load(**{name: given}).model_dump() == expected
+    if isinstance(given, str):
+        monkeypatch.setenv(f"REDUCTION_{name.upper()}", given)
+        assert config.load().model_dump() == expected
 
 
 @pytest.mark.parametrize(
@@ -184,62 +92,17 @@ def test_a_configuration_does_not_change():
 
 # -- the worker: mistakes -----------------------------------------------------------------------
 
-MISTAKES = [
-    ("servers", "localhost", "write it as HOST:PORT"),
-    ("servers", "localhost:0", "a port other than 0"),
-    ("servers", "a:1,::1:5", "write it as HOST:PORT"),
-    ("servers", "a:1,b:2,a:1", "appears twice"),
-    ("servers", "a..b:1", "'a..b' is no name of a host"),
-    ("job", "x" * 123, "at most 122"),
-    ("generation", "-1", "it must be at least 0"),
-    ("generation", "4294967296", "less than"),
-    ("generation", "two", "integer"),
-    ("chunk_bytes", "100", "a multiple of 64"),
-    ("chunk_bytes", "8MiB", "it must be at most 4194304"),
-    ("chunk_bytes", "-64", "write bytes such as"),
-    ("chunk_bytes", "", "write bytes such as"),
-    ("streams", "17", "write auto, or a number from 1 to 16"),
-    ("streams", "many", "write auto, or a number from 1 to 16"),
-    ("window_bytes", "-1", "write bytes such as"),
-    ("heartbeat", "50ms", "it must be at least 0.1 s"),
-    ("patience", "400ms", "it must be at least 0.5 s"),
-    ("patience", "2min", "it must be at most 60 s"),
-    ("window_bytes", "64 apples", "write bytes such as"),
-    ("timeout", "0", "it must be more than 0"),
-    ("timeout", "-1", "write a duration such as"),
-    ("timeout", "5 days", "write a duration such as"),
-    ("timeout", "inf", "write a duration such as"),
-    ("timeout", "", "write a duration such as"),
-    ("connect_timeout", "0ms", "it must be more than 0 s"),
-    ("connect_timeout", "soon", "write a duration such as"),
-    ("failpoints", "worker.copy=kill", "known are .*worker.copied"),
-]
 
-
-@pytest.mark.parametrize(("name", "text", "why"), MISTAKES)
-def test_a_mistake_is_named(monkeypatch, name, text, why):
+@pytest.mark.parametrize(("name", "given", "why"), [*MISTAKES, ("timeout", math.nan, "")])
+def test_a_mistake_is_named(monkeypatch, name, given, why):
     variable = f"REDUCTION_{name.upper()}"
     with pytest.raises(ConfigError, match=f"^{variable}: .*{why}.*got ") as of_argument:
-        config.load(**{name: text})
-    monkeypatch.setenv(variable, text)
-    with pytest.raises(ConfigError) as of_environment:
-        config.load()
-    assert str(of_environment.value) == str(of_argument.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("servers", 7),
-        ("timeout", -1),
-        ("timeout", float("nan")),
-        ("job", 7),
-        ("job", "é" * 65),  # 130 bytes, as the protocol counts
-    ],
-)
-def test_other_mistakes(name, value):
-    with pytest.raises(ConfigError, match=f"^REDUCTION_{name.upper()}: "):
-        config.load(**{name: value})
+        config.load(**{name: given})
+    if isinstance(given, str):
+        monkeypatch.setenv(variable, given)
+        with pytest.raises(ConfigError) as of_environment:
+            config.load()
+        assert str(of_environment.value) == str(of_argument.value)
 
 
 def test_every_mistake_is_told():
@@ -292,6 +155,12 @@ def test_bind_is_set(monkeypatch):
 # -- what the launcher says ---------------------------------------------------------------------
 
 
+OPEN_MPI = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}.items()
+}
+
+
 def test_the_restart_count_is_the_generation(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert config.load().generation == 2
@@ -301,38 +170,29 @@ def test_the_restart_count_is_the_generation(monkeypatch):
     assert config.load(generation=1).generation == 1
 
 
-def test_launch(monkeypatch):
-    nothing = config.launch()
-    assert (nothing.launcher, nothing.rank, nothing.world_size) == (Launcher.NONE, None, None)
-    assert (nothing.master_addr, nothing.job, nothing.restarts) == (None, None, 0)
-
-    said = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "TORCHELASTIC_RUN_ID": "none"}
-    said["GROUP_RANK"] = "2"
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ({}, {"launcher": Launcher.NONE, "job": None, "restarts": 0, "master_addr": None}),
+        ({}, dict.fromkeys(("rank", "world_size", "local_rank", "local_world_size", "node_rank"))),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "TORCHELASTIC_RUN_ID": "none"},
+            {"rank": 1, "world_size": 4, "master_addr": "node0", "job": None},
+        ),
+        (
+            {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "3", "MASTER_PORT": "4"},
+            {"local_rank": 0, "local_world_size": 2, "node_rank": 3, "master_port": 4},
+        ),
+        (OPEN_MPI, {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4}),
+        # torchrun, started by mpirun on each host
+        (OPEN_MPI | {"RANK": "7", "WORLD_SIZE": "8"}, {"rank": 7}),
+    ],
+)
+def test_what_a_launcher_says(monkeypatch, said, found):
     for name, value in said.items():
         monkeypatch.setenv(name, value)
-    launched = config.launch()
-    assert (launched.rank, launched.world_size, launched.node_rank) == (1, 4, 2)
-    assert (launched.master_addr, launched.job) == ("node0", None)
-
-
-def test_open_mpi_says_the_same_in_names_of_its_own(monkeypatch):
-    said = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
-    for name, value in said.items():
-        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     told = config.launch()
-    assert (told.rank, told.world_size, told.local_rank, told.local_world_size) == (5, 8, 1, 4)
-    monkeypatch.setenv("RANK", "7")  # torchrun, started by mpirun on each host
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert config.launch().rank == 7
-
-
-def test_what_a_launcher_says_of_the_machine(monkeypatch):
-    fields = ("local_rank", "local_world_size", "node_rank", "master_port")
-    assert [getattr(config.launch(), field) for field in fields] == [None] * 4
-    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
-    for value, name in zip("0234", names, strict=True):
-        monkeypatch.setenv(name, value)
-    assert [getattr(config.launch(), field) for field in fields] == [0, 2, 3, 4]
+    assert {name: getattr(told, name) for name in found} == found
 
 
 def test_reducers_that_a_launcher_names_are_used_unless_others_are_given(monkeypatch):

@@ -1,5 +1,6 @@
-"""Tensors on a device, over real reducers; the device is the tests' own (slow_device.py)."""
+"""Tensors on a device, over real reducers; mostly the tests' own (slow_device.py)."""
 
+import math
 import random
 import threading
 import time
@@ -10,6 +11,7 @@ import torch
 
 from harness import block8_oracle
 from reducer.errors import ConfigError, ReductionTimeout
+from tests import inside
 from tests.waits import eventually
 from tests.worker_client.buckets import Bucket
 from tests.worker_client.slow_device import (
@@ -21,17 +23,24 @@ from tests.worker_client.slow_device import (
     reduce_views,
 )
 from tests.worker_client.waits import at_all
+from worker_client.collectives import broadcast
 from worker_client.communicators import casting
 from worker_client.ddp import ReductionState
+from worker_client.staging import split_call
 
 # -- results ------------------------------------------------------------------------------------
 
-SIZES = [0, 1, 1024, 1025, 2048, 10_001]
+
+@pytest.fixture
+def place(device_of_any_kind):
+    """Puts a tensor on the device."""
+    return device_of_any_kind.place
 
 
-@pytest.mark.parametrize("count", SIZES)
-def test_sizes(job, devices, count):
-    ones = [torch.randn(count) for _ in range(2)]
+@pytest.mark.parametrize(("pieces", "more"), [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (10, -16)])
+def test_sizes(job, place, pieces, more):
+    count = pieces * split_call.PIECE_BYTES // 4 + more
+    ones = [place(torch.randn(count)) for _ in range(2)]
     expected = ones[0] + ones[1]
     clients = job(2)
     reduce_all(clients, ones, op="sum")
@@ -40,16 +49,28 @@ def test_sizes(job, devices, count):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(job, devices, dtype):
-    ones = [torch.randint(0, 50, (3000,)).to(dtype) for _ in range(2)]
-    expected = ones[0] + ones[1]
+def test_dtypes(job, place, dtype):
+    given = [torch.randint(0, 50, (3000,)).to(dtype) for _ in range(2)]
+    ones = [place(one.clone()) for one in given]
     reduce_all(job(2), ones, op="sum")
-    assert all(torch.equal(one, expected) for one in ones)
+    assert all(torch.equal(one.cpu(), given[0] + given[1]) for one in ones)
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_and_nothing_beside_them(job, devices, view):
-    reduce_views(job(2), [torch.randn(80, 100) for _ in range(2)], view)
+def test_views_and_nothing_beside_them(job, place, view):
+    reduce_views(job(2), [place(torch.randn(80, 100)) for _ in range(2)], view)
+
+
+def test_broadcasts_and_the_hooks_futures(job, place):
+    clients = job(2)
+    ones = [place(torch.full((50, 60), float(rank))).t() for rank in range(2)]
+    at_all(clients, lambda client: broadcast(client, ones[client.rank], root=1))
+    assert all((one == 1.0).all() for one in ones)
+    ones = [place(torch.full((5000,), float(rank))) for rank in range(2)]
+    states = [ReductionState(client) for client in clients]
+    futures = [state.reduce(Bucket(one)) for state, one in zip(states, ones, strict=True)]
+    for future in futures:
+        assert (future.then(lambda done: done.value() * 2).wait() == 1.0).all()
 
 
 def test_a_parameter_stays_a_leaf(job, devices):
@@ -95,28 +116,54 @@ def test_a_name_is_matched_in_any_order(job, devices):
     assert all(torch.equal(one, torch.full((5000,), 1.0)) for one in ones)
 
 
-def test_the_hooks_future(job, devices):
-    ones = [torch.full((5000,), float(rank)) for rank in range(2)]
-    states = [ReductionState(client) for client in job(2)]
-    futures = [state.reduce(Bucket(one)) for state, one in zip(states, ones, strict=True)]
-    for future in futures:
-        assert torch.equal(future.wait(), torch.full((5000,), 0.5))
+def test_blocks_are_used_again_when_the_result_is_back(job, devices):
+    (client,) = job(1)
+    for _ in range(5):
+        reduce_all([client], [torch.ones(3000)])
+        reduce_all([client], [torch.ones(1500, dtype=torch.float64)])  # as many bytes
+    assert devices.opened[0].blocks == 1
+    gate = devices.before = Gate("to_device")
+    one, other = torch.full((3000,), 1.0), torch.full((3000,), 2.0)
+    works = [client.all_reduce(one, "sum")]
+    eventually(lambda: client.bytes_reduced == 11 * 12_000)  # its results are in the block
+    works.append(client.all_reduce(other, "sum"))
+    assert devices.opened[0].blocks == 2
+    eventually(lambda: client.bytes_reduced == 12 * 12_000)
+    assert not works[0].done()
+    gate.open()
+    for work in works:
+        work.wait(20)
+    assert (one.sum(), other.sum()) == (3000, 6000)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 64, PIECE - 1, PIECE, PIECE + 4, 10 * PIECE + 8, 1000 * PIECE]
+)
+def test_pieces_cover_the_whole(devices, nbytes, rounded):
+    pieces = split_call.cut(nbytes, rounded=rounded)
+    assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])]
+    assert pieces[-1][1] == nbytes
+    assert len(pieces) <= 126
+    assert all(start % (math.lcm(64, 252 * 4) if rounded else 64) == 0 for start, _ in pieces)
+    if nbytes < 126 * PIECE and not rounded:  # which are whole blocks
+        assert len(pieces) == max(1, -(-nbytes // PIECE))
+        assert all(end - start <= PIECE for start, end in pieces)
 
 
 # -- in fewer bits ------------------------------------------------------------------------------
-
-ROUNDED = 10_001  # values: several pieces, whole blocks but for the last
 
 
 @pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("large_bytes", [casting.LARGE_BYTES, 1], ids=["", "cut no further"])
 def test_what_is_rounded_has_the_bits_that_it_would_have_in_host_memory(
-    job, devices, monkeypatch, wire, large_bytes
+    job, place, monkeypatch, wire, large_bytes
 ):
     monkeypatch.setattr(casting, "LARGE_BYTES", large_bytes)
-    ones = [torch.randn(ROUNDED) for _ in range(2)]
-    kept = [np.zeros(ROUNDED, np.float32) for _ in range(2)]
-    given = [one.numpy().copy() for one in ones]
+    count = max(10_001, 3 * split_call.PIECE_BYTES // 4 + 1)  # several pieces, no whole blocks
+    given = [torch.randn(count).numpy() for _ in range(2)]
+    ones = [place(torch.from_numpy(one.copy())) for one in given]
+    kept = [np.zeros(count, np.float32) for _ in range(2)]
     clients = job(2, wire_dtype=wire)
     works = [
         client.all_reduce(one, "mean", residual=residual)
@@ -126,10 +173,10 @@ def test_what_is_rounded_has_the_bits_that_it_would_have_in_host_memory(
         work.wait(20)
     expected = block8_oracle.reduced(given, wire, mean=True)
     for one, residual, values in zip(ones, kept, given, strict=True):
-        assert one.numpy().tobytes() == expected.tobytes()
-        sent = block8_oracle.arrives(block8_oracle.travels(values, wire), ROUNDED, wire)
+        assert one.cpu().numpy().tobytes() == expected.tobytes()
+        sent = block8_oracle.arrives(block8_oracle.travels(values, wire), count, wire)
         assert np.array_equal(residual, values - sent)
-    assert [client.bytes_reduced for client in clients] == [4 * ROUNDED] * 2
+    assert [client.bytes_reduced for client in clients] == [4 * count] * 2
 
 
 def test_a_call_has_as_many_pieces_whether_they_are_rounded_or_not(job, devices, monkeypatch):
@@ -164,6 +211,19 @@ def test_residuals_that_are_refused(job, devices):
 
 
 # -- overlap and order --------------------------------------------------------------------------
+
+
+def test_all_pieces_are_on_the_way_once_they_are_in_host_memory(job, devices):
+    clients = job(2)
+    tensors = [torch.ones(PIECE * 10) for _ in clients]
+    works = [clients[0].all_reduce(tensors[0], "sum")]
+    driver = inside.communicator(clients[0]).flat
+    eventually(lambda: driver.session.active >= 10)
+    assert all(piece.prepare is None for piece in driver.open)
+    works.append(clients[1].all_reduce(tensors[1], "sum"))
+    for work in works:
+        work.wait(20)
+    assert all((tensor == 2).all() for tensor in tensors)
 
 
 def test_first_pieces_are_reduced_while_the_last_is_still_copied(job, devices):
@@ -202,54 +262,38 @@ def test_asking_for_it_does_not_wait(job, devices):
         work.wait(20)
 
 
-def test_a_weighted_mean_that_waits_for_its_turn_is_weighted_once(job, devices):
-    gate = devices.before = Gate("to_host")
-    clients = job(2)
-    arrays = [np.full(3, 1.0), np.full(3, 4.0)]
-    works = []
-    for weight, client, array in zip((1, 2), clients, arrays, strict=True):
-        works.append(client.all_reduce(torch.ones(3000)))
-        works.append(client.all_reduce(array, weight=weight))
-    gate.open()
-    for work in works:
-        work.wait(20)
-    assert all(array.tolist() == [3.0] * 3 for array in arrays)
-
-
-def test_host_memory_waits_for_its_turn(job, devices):
+def test_host_memory_waits_for_its_turn_and_is_weighted_once(job, devices):
     gate = Gate("to_host")
     first = threading.Lock()
     # One rank's copies are held up, the other's are not.
     devices.before = lambda way, number: gate(way, number) if first.acquire(False) else None
-    clients = job(2)
-    arrays = [np.ones(3), np.ones(3)]
+    arrays = [np.full(3, 1.0), np.full(3, 4.0)]
     works = []
-    for client, array in zip(clients, arrays, strict=True):
+    for weight, client, array in zip((1, 2), job(2), arrays, strict=True):
         works.append(client.all_reduce(torch.ones(3000)))
-        works.append(client.all_reduce(array, "sum"))
+        works.append(client.all_reduce(array, weight=weight))
     time.sleep(0.1)
     assert not any(work.done() for work in works)
     gate.open()
     for work in works:
         work.wait(20)
-    assert [array.tolist() for array in arrays] == [[2.0] * 3] * 2
+    assert [array.tolist() for array in arrays] == [[3.0] * 3] * 2
 
 
-def test_many_calls_of_both_kinds_over_devices_of_changing_speed(job, devices):
+def test_many_calls_of_both_kinds_over_devices_of_changing_speed(job, device_of_any_kind):
     dice = random.Random(7)
-    devices.before = lambda _way, _number: time.sleep(dice.choice([0, 0, 0, 0.002]))
+    device_of_any_kind.before = lambda _way, _number: time.sleep(dice.choice([0, 0, 0, 0.002]))
     calls = [(dice.choice([1, 900, 1500, 5000]), dice.random() < 0.7) for _ in range(60)]
 
     def run(client):
         given = []
         for number, (count, staged) in enumerate(calls):
             one = torch.arange(count, dtype=torch.float32) + number
-            if not staged:
-                one = one.numpy()
+            one = device_of_any_kind.place(one) if staged else one.numpy()
             given.append((client.all_reduce(one, "sum"), one))
         return [work.wait(30) for work, _ in given]
 
     for results in at_all(job(2), run):
         for number, ((count, _), one) in enumerate(zip(calls, results, strict=True)):
             expected = 2 * (torch.arange(count, dtype=torch.float32) + number)
-            assert torch.equal(torch.as_tensor(one), expected), number
+            assert torch.equal(torch.as_tensor(one).cpu(), expected), number

@@ -16,7 +16,7 @@ from reducer.errors import (
 )
 from tests import inside
 from tests.waits import eventually
-from tests.worker_client.slow_device import Gate, reduce_all, staging_threads
+from tests.worker_client.slow_device import Gate, SlowDevice, reduce_all, staging_threads
 from worker_client.runtime import service_thread
 
 # -- errors -------------------------------------------------------------------------------------
@@ -104,6 +104,19 @@ def test_an_error_of_one_call_is_not_that_of_the_next(job, devices):
     with pytest.raises(ReductionTimeout):
         clients[1].all_reduce(torch.ones(5000)).wait(20)
     reduce_all(clients, [torch.ones(5000), torch.ones(5000)])
+
+
+def test_no_page_locked_memory_is_left(job, devices, monkeypatch):
+    def full(self, nbytes):
+        raise DeviceError("out of memory", device="slow:0")
+
+    (client,) = job(1)
+    monkeypatch.setattr(SlowDevice, "pinned", full)
+    with pytest.raises(DeviceError, match="out of memory"):
+        client.all_reduce(torch.ones(3))
+    assert inside.blocks(client).used_bytes == 0
+    with pytest.raises(DeviceError):  # other ranks may have made that call
+        client.all_reduce(np.ones(3))
 
 
 # -- threads ------------------------------------------------------------------------------------

@@ -120,13 +120,23 @@ def watched_lead(patch, client):
     return made[0]
 
 
-@pytest.mark.usefixtures("eager")
-def test_a_leader_serves_the_others(make, monkeypatch):
+@pytest.fixture
+def led(eager, make, monkeypatch):
+    """Two ranks, of which a thread leads the first while it waits for the second, and that lead."""
     ours, theirs = half_a_job(make)
     lead = watched_lead(monkeypatch, ours)
     waiter = threading.Thread(target=ours.all_reduce(np.ones(8), op="sum").wait, args=(20,))
     waiter.start()
     assert lead.taken.wait(20)
+    yield ours, waiter, lead
+    theirs.all_reduce(np.ones(8), op="sum").wait(10)
+    waiter.join(10)
+    assert not waiter.is_alive()
+    eventually(lambda: lead.own)  # nobody leads any more
+
+
+def test_a_leader_serves_the_others(led):
+    ours, waiter, _ = led
     by = []
     late = ours.all_reduce(np.ones(8), op="sum", timeout=0.1)
     late.future().add_done_callback(lambda _: by.append(threading.current_thread().name))
@@ -134,9 +144,14 @@ def test_a_leader_serves_the_others(make, monkeypatch):
         late.wait(10)
     eventually(lambda: by)
     assert by == [waiter.name]
-    theirs.all_reduce(np.ones(8), op="sum").wait(10)
-    waiter.join(10)
-    assert not waiter.is_alive()
+
+
+def test_the_drivers_own_thread_rests_while_another_leads(led):
+    _, _, lead = led
+    lead.own.clear()
+    time.sleep(20 * driver.LONGEST_REST_S)
+    # It would get the lead as soon as the wait ends, and others had to ask for it.
+    assert not lead.own
 
 
 @pytest.mark.usefixtures("eager")
@@ -149,23 +164,6 @@ def test_what_a_wait_has_left_is_not_left_alone(make, monkeypatch):
         works[0].wait(10)
     theirs.all_reduce(np.ones(8), op="sum")
     eventually(works[1].done)
-
-
-@pytest.mark.usefixtures("eager")
-def test_the_drivers_own_thread_rests_while_another_leads(make, monkeypatch):
-    ours, theirs = half_a_job(make)
-    lead = watched_lead(monkeypatch, ours)
-    waiter = threading.Thread(target=ours.all_reduce(np.ones(8), op="sum").wait, args=(20,))
-    waiter.start()
-    assert lead.taken.wait(20)
-    lead.own.clear()
-    time.sleep(20 * driver.LONGEST_REST_S)
-    assert (
-        not lead.own
-    )  # it would get the lead as soon as the wait ends, and others had to ask for it
-    theirs.all_reduce(np.ones(8), op="sum").wait(10)
-    waiter.join(10)
-    eventually(lambda: lead.own)  # nobody leads any more
 
 
 @pytest.mark.usefixtures("eager")

@@ -1,11 +1,18 @@
 """What a worker has in flight: the rules one by one."""
 
 import ctypes
+import re
 
 import pytest
 
 from reducer.runtime.implementation import NAMES
-from reducer.wire.constants import MAX_CHUNK_BYTES, DType, MessageType, ReduceOp
+from reducer.wire.constants import (
+    MAX_CHUNK_BYTES,
+    MAX_ROUNDS_AHEAD,
+    DType,
+    MessageType,
+    ReduceOp,
+)
 from reducer.wire.header import Header
 from tests.engine.driven import operation
 from tests.worker_client.flights import (
@@ -13,12 +20,12 @@ from tests.worker_client.flights import (
     WINDOW,
     answer,
     header_of,
-    make,
     opened,
     result,
     submit,
     where,
 )
+from tests.worker_client.transcripts import play, scenarios
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 
@@ -33,6 +40,85 @@ def impl(request):
 @pytest.fixture
 def flight(impl):
     return opened(impl)
+
+
+# -- transcripts --------------------------------------------------------------------------------
+
+SCENARIOS = scenarios("flights.txt")
+
+
+class Script:
+    """A flight: does what a line of a transcript says, and returns what comes of it.
+
+    It has a copy of every buffer, in which results replace contributions as they come.
+    """
+
+    def __init__(self, impl):
+        self.impl = impl
+        self.flight = opened(impl)
+        self.buffers = []
+        self.sends = {}
+
+    def __getattr__(self, name):
+        """Ask the flight itself, of which numbers are asked."""
+        asked = getattr(self.flight, name)
+        return lambda *words: asked(*map(int, words)) if callable(asked) else asked
+
+    def keep(self):
+        self.flight = opened(self.impl, keep=True)
+
+    def window(self, link, nbytes):
+        self.flight.set_window(int(link), int(nbytes))
+
+    def in_flight(self, link):
+        return self.flight.stats(int(link)).in_flight
+
+    def submit(self, chunk_bytes, *shards):
+        parts = [LinkShard(*map(int, re.split("[:-]", shard))) for shard in shards]
+        data = bytes(at % 251 for at in range(parts[-1].end))
+        self.buffers.append((operation(data), bytearray(data)))
+        submit(self.flight, self.buffers[-1][0], parts, int(chunk_bytes.strip(":")), 3)
+
+    def refill(self):
+        sends = self.flight.refill(1.0)
+        named = {f"{at}:{number}+{offset}": at for at, number, offset in where(sends)}
+        for send in sends:
+            header = header_of(send)
+            data = self.buffers[header.sequence][1]
+            assert send.payload == data[header.offset :][: header.nbytes]
+        self.sends |= dict(zip(named, sends, strict=True))
+        return " ".join(named)
+
+    def answer(self, chunk, *how):
+        told, send = dict(zip(how[::2], map(int, how[1::2]), strict=True)), self.sends[chunk]
+        header = header_of(send)
+        offset = told.get("as", header.offset)
+        frames = result(send, offset=offset, watermark=told.get("reached", 0))
+        done = self.flight.take(told.get("over", send.link), *frames, 2.0)
+        if done is None:
+            return "refused"
+        self.buffers[header.sequence][1][offset : offset + header.nbytes] = frames[1]
+        return f"ends {done[0]}" if done else None
+
+    def carried(self, *which):
+        chunks = self.flight.carried(*map(int, which))
+        assert {chunk.epoch for chunk in chunks} <= {3}
+        return ", ".join(
+            f"{one.sequence}+{one.offset} home {one.home} number {one.number}{' done' * one.done}"
+            for one in chunks
+        )
+
+    def kept(self, number, offset):
+        found = self.flight.kept(int(number), int(offset))
+        return found and f"{Header.unpack(found[0]).nbytes} bytes"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_transcripts(impl, scenario):
+    script = Script(impl)
+    for line in play(script, SCENARIOS[scenario]):
+        for mine, data in script.buffers:
+            assert mine.view == data, line
 
 
 # -- sending ------------------------------------------------------------------------------------
@@ -61,13 +147,6 @@ def test_a_contribution_says_everything(flight):
     assert bytes(first.payload) + bytes(second.payload) == bytes(range(200))
 
 
-def test_an_empty_buffer_is_one_empty_chunk(flight):
-    submit(flight, operation(0), [LinkShard(1, 0, 0)], 64, 0)
-    (send,) = flight.refill(1.0)
-    assert (send.link, bytes(send.payload)) == (1, b"")
-    assert answer(flight, send) == [0]
-
-
 @pytest.mark.parametrize("rank", [0, 1, 2, 7])
 def test_every_link_gets_a_chunk_before_any_gets_another(impl, rank):
     flight = opened(impl, links=3, rank=rank)
@@ -75,47 +154,6 @@ def test_every_link_gets_a_chunk_before_any_gets_another(impl, rank):
     submit(flight, operation(64 * 9), parts, 64, 0)
     links = [send.link for send in flight.refill(1.0)]
     assert links == [(rank + step) % 3 for step in range(3)] * 3
-
-
-def test_a_link_may_have_several_parts(flight):
-    parts = [LinkShard(0, 0, 128), LinkShard(1, 128, 192), LinkShard(0, 192, 512)]
-    submit(flight, operation(512), parts, 256, 0)
-    sends = flight.refill(1.0)
-    found = [(send.link, header_of(send).offset, len(send.payload)) for send in sends]
-    assert found == [(0, 0, 128), (1, 128, 64), (0, 192, 256), (0, 448, 64)]
-    assert [answer(flight, send) for send in sends] == [[], [], [], [0]]
-
-
-def test_a_window_counts_bytes_and_lets_one_through(flight):
-    flight.set_window(0, 2100)
-    submit(flight, operation(9000), [LinkShard(0, 0, 9000)], 3000, 0)
-    (first,) = flight.refill(1.0)  # larger than the window, but alone
-    assert flight.stats(0).in_flight == 3000
-    assert answer(flight, first) == []
-    flight.set_window(0, 6000)
-    assert len(flight.refill(1.0)) == 2
-    assert flight.stats(0).window == flight.stats(0).in_flight == 6000
-
-
-def test_the_smallest_contributions_take_something_of_a_window(flight):
-    for _ in range(6):
-        submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
-    sends = flight.refill(1.0)
-    assert len(sends) == 4
-    assert flight.stats(0).in_flight == 4096
-    answer(flight, sends[2])
-    assert where(flight.refill(1.0)) == [(0, 4, 0)]
-
-
-def test_nothing_is_sent_over_a_link_that_is_shut(impl):
-    flight = make(impl)
-    submit(flight, operation(128), [LinkShard(0, 0, 64), LinkShard(1, 64, 128)], 64, 0)
-    assert flight.refill(1.0) == []
-    flight.open(1)
-    assert where(flight.refill(1.0)) == [(1, 0, 64)]
-    flight.shut(1)
-    submit(flight, operation(64), [LinkShard(1, 0, 64)], 64, 0)
-    assert flight.refill(1.0) == []
 
 
 def test_the_watermark_is_the_first_unfinished(flight):
@@ -161,18 +199,6 @@ def test_numbers_may_be_left_out(flight):
 
 
 # -- results ------------------------------------------------------------------------------------
-
-
-def test_a_result_replaces_its_chunk(flight):
-    mine = operation(bytes(range(192)))
-    submit(flight, mine, [LinkShard(0, 0, 64), LinkShard(1, 64, 192)], 64, 0)
-    sends = flight.refill(1.0)
-    assert answer(flight, sends[2]) == []
-    assert bytes(mine.view[:128]) == bytes(range(128))  # contributions may still lie there
-    assert answer(flight, sends[0]) == []
-    assert answer(flight, sends[1]) == [0]
-    assert bytes(mine.view) == bytes(255 - byte for byte in range(192))
-    assert answer(flight, sends[1]) is None  # it is over
 
 
 def test_when_it_was_sent_and_answered_is_known_at_its_end(flight):
@@ -288,24 +314,6 @@ def test_what_is_no_header_changes_nothing(flight, size):
     assert flight.take(0, frame, payload, 2.0) == [0]
 
 
-def test_a_result_counts_on_its_own_link_alone(flight):
-    submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
-    (send,) = flight.refill(1.0)
-    assert flight.take(1, *result(send), 2.0) is None
-    assert answer(flight, send) == [0]
-
-
-def test_a_result_of_what_was_not_sent_is_none(flight):
-    submit(flight, operation(64 * 8), [LinkShard(0, 0, 64 * 8)], 64, 0)
-    sends = flight.refill(1.0)
-    assert answer(flight, sends[3], offset=64 * 4) is None
-    assert flight.expects(0, 0, 64 * 3)
-    assert not flight.expects(0, 0, 64 * 4)
-    assert not flight.expects(0, 0, 32)
-    assert not flight.expects(1, 0, 64 * 3)
-    assert not flight.expects(0, 1, 0)
-
-
 def test_links_are_measured(flight):
     submit(flight, operation(64 * 3), [LinkShard(0, 0, 64 * 3)], 64, 0)
     assert flight.stats(0)[1:] == (0, 0, 0, 0, 0.0, 0.0)
@@ -323,55 +331,7 @@ def test_links_are_measured(flight):
     assert flight.stats(0).min_rtt_s == pytest.approx(0.5)
 
 
-# -- what fails ---------------------------------------------------------------------------------
-
-
-def test_what_has_ended_is_neither_sent_nor_expected(flight):
-    first, second = operation(64 * 6), operation(64)
-    submit(flight, first, [LinkShard(0, 0, 64 * 6)], 64, 0)
-    submit(flight, second, [LinkShard(0, 0, 64)], 64, 0)
-    sends = flight.refill(1.0)
-    assert len(sends) == 4
-    flight.end(0)
-    assert flight.watermark == 1
-    assert flight.stats(0).in_flight == 0
-    assert answer(flight, sends[0]) is None
-    assert bytes(first.view) == bytes(64 * 6)
-    assert where(flight.refill(1.0)) == [(0, 1, 0)]
-
-
-def test_forgetting_concerns_one_link(flight):
-    parts = [LinkShard(0, 0, 64 * 6), LinkShard(1, 64 * 6, 64 * 12)]
-    submit(flight, operation(64 * 12), parts, 64, 0)
-    sends = flight.refill(1.0)
-    flight.forget(0, 0)
-    assert not flight.waits_for(0, 0)
-    assert flight.waits_for(1, 0)
-    assert (flight.stats(0).in_flight, flight.stats(1).in_flight) == (0, 4096)
-    assert flight.refill(1.0) == []
-    assert answer(flight, sends[0]) is None
-    assert answer(flight, sends[1]) == []
-    flight.forget(1, 5)  # nobody knows that one
-
-
-def test_what_needs_a_link(flight):
-    waiting, queued, done, elsewhere = (operation(64) for _ in range(4))
-    for mine, link in ((done, 0), (waiting, 0), (elsewhere, 1)):
-        submit(flight, mine, [LinkShard(link, 0, 64)], 64, 0)
-    sends = flight.refill(1.0)
-    answer(flight, next(send for send in sends if header_of(send).sequence == 0))
-    flight.set_window(0, 1)
-    submit(flight, queued, [LinkShard(0, 0, 64)], 64, 0)
-    assert flight.refill(1.0) == []
-    assert flight.needs(0) == [1, 3]
-    flight.shut(0)
-    assert flight.needs(0) == [1, 3]
-    assert flight.needs(1) == [2]
-    assert flight.stats(0).in_flight == 0
-    for sequence in (1, 3):
-        flight.end(sequence)
-    assert flight.needs(0) == []
-    assert flight.waits_for(1, 2)
+# -- buffers ------------------------------------------------------------------------------------
 
 
 def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight):
@@ -390,3 +350,66 @@ def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight):
     flight.end(1)
     for buffer in buffers:
         buffer.append(0)
+
+
+# -- of a link that is lost ---------------------------------------------------------------------
+
+
+def test_the_buffer_is_free_at_the_end_wherever_chunks_went(impl):
+    flight = opened(impl, keep=True)
+    buffer = bytearray(64)
+    mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
+    submit(flight, mine, [LinkShard(0, 0, 64)], 64, 0)
+    flight.refill(1.0)
+    flight.shut(0)
+    flight.move(0, 0, 1)
+    (send,) = flight.refill(1.0)
+    assert answer(flight, send) == [0]
+    del mine, send
+    buffer.append(0)
+    assert flight.kept_bytes == 64
+
+
+def test_a_result_is_kept_until_every_rank_has_it(impl):
+    flight = opened(impl, keep=True)
+    mine = operation(bytes(range(256)))
+    submit(flight, mine, [LinkShard(0, 0, 128), LinkShard(1, 128, 256)], 64, 5)
+    for send in flight.refill(1.0):
+        answer(flight, send)
+    assert flight.kept_bytes == 256
+    mine.view[:] = bytes(256)  # it is the caller's again
+    frame, payload = flight.kept(0, 128)
+    assert bytes(payload) == bytes(255 - byte for byte in range(128, 192))
+    header = Header.unpack(frame)
+    assert header == IDENTITY._replace(
+        type=MessageType.RETAINED,
+        epoch=5,
+        sequence=0,
+        watermark=1,
+        total_bytes=256,
+        offset=128,
+        nbytes=64,
+        dtype=DType.UINT8,
+        op=ReduceOp.SUM,
+        wire_dtype=DType.UINT8,
+        tag=mine.tag,
+    )
+
+
+def test_what_is_moved_is_sent_no_further_ahead_than_anything(impl):
+    flight = opened(impl, keep=True)
+    flight.set_window(0, 1 << 30)
+    for sequence in (0, MAX_ROUNDS_AHEAD - 1, MAX_ROUNDS_AHEAD):
+        asked = operation(1)
+        asked.sequence = sequence
+        flight.submit(asked, [LinkShard(0, 0, 1)], 64, 0)
+    first, *_ = flight.refill(1.0)
+    flight.shut(0)
+    flight.move(MAX_ROUNDS_AHEAD, 0, 1)
+    assert flight.refill(1.0) == []
+    flight.move(0, 0, 1)
+    (send,) = flight.refill(1.0)
+    assert header_of(send).sequence == header_of(first).sequence == 0
+    answer(flight, send)
+    (last,) = flight.refill(1.0)
+    assert header_of(last).sequence == MAX_ROUNDS_AHEAD

@@ -39,11 +39,11 @@ class Path:
             self.received[link] += int(seconds * min(self.rate, window / self.rtt_s))
 
 
-def one_link(rate, rtt_s, most, chunk_bytes=64 * KIB, forced=False):
+def one_link(rate, rtt_s, most, chunk_bytes=64 * KIB, forced=False, **measured):
     """One link to a reducer that allows so many bytes."""
     path = Path(1, rate, rtt_s)
     flow = FlowControl(path, chunk_bytes, forced=forced)
-    flow.admit(0, most, 1.0)
+    flow.admit(0, most, 1.0, **measured)
     return path, flow
 
 
@@ -68,46 +68,62 @@ def test_the_most_that_is_asked_for(forced, chunk, reducers, expected):
     assert most_per_link(forced, chunk, reducers) == expected
 
 
-def test_a_near_network_needs_little_more_than_two_chunks():
-    path = Path(4, rate=12e6, rtt_s=0.001)
+NEAR = {"rate": 12e6, "rtt_s": 0.001}
+FAR = {"rate": 1.2e9, "rtt_s": 0.010}  # it holds 12 MB
+
+
+@pytest.mark.parametrize(
+    ("path", "most", "flow", "rounds", "window"),
+    [
+        pytest.param(NEAR, 8 * MIB, {}, 0, BUSY_BYTES, id="near, not measured"),
+        pytest.param(NEAR, 8 * MIB, {}, 5, BUSY_BYTES + 12e6 * 0.001, id="near"),
+        pytest.param(NEAR, 8 * MIB, {"chunk_bytes": 512 * KIB}, 0, MIB, id="two chunks"),
+        pytest.param(NEAR, 8 * MIB, {"chunk_bytes": 512 * KIB}, 5, MIB + 12e6 * 0.001, id="+"),
+        pytest.param(FAR, MOST_BYTES, {"chunk_bytes": MIB}, 1, 4 * MIB, id="it grew as it was"),
+        pytest.param(FAR, MOST_BYTES, {"chunk_bytes": MIB}, 11, 2 * MIB + 12e6, id="far"),
+        pytest.param(FAR, MIB, {}, 5, MIB, id="no more than the reducer allows"),
+        pytest.param(FAR, 100 * KIB, {}, 0, 100 * KIB, id="less than two chunks"),
+        pytest.param(FAR, 5 * MIB, {"forced": True}, 5, 5 * MIB, id="forced"),
+    ],
+)
+def test_windows(path, most, flow, rounds, window):
+    link, control = one_link(**path, most=most, **flow)
+    run(control, link, rounds)
+    assert link.windows == [pytest.approx(window, rel=0.01)]
+
+
+def test_rates_are_of_all_links():
+    path = Path(4, **NEAR)
     flow = FlowControl(path, 512 * KIB, forced=False)
     for link in range(4):
         flow.admit(link, 8 * MIB, 1.0)
     assert flow.rate == 0
-    assert path.windows == [MIB] * 4
     run(flow, path, 5)
-    assert path.windows == [pytest.approx(MIB + 12e6 * 0.001, rel=0.01)] * 4
     assert flow.rate == pytest.approx(48e6, rel=0.01)
     flow.chunk_bytes = 64 * KIB
     run(flow, path, 1)
     assert path.windows == [pytest.approx(BUSY_BYTES + 12e6 * 0.001, rel=0.01)] * 4
 
 
+def test_a_window_shrinks_with_the_rate():
+    path, flow = one_link(**FAR, most=MOST_BYTES, chunk_bytes=MIB)
+    run(flow, path, 11)
+    path.rate /= 10
+    run(flow, path, SAMPLES)
+    assert path.windows == [pytest.approx(2 * MIB + 1.2e6, rel=0.01)]
+
+
 def test_a_reducer_that_owns_less_gets_a_smaller_window():
-    path = Path(3, rate=12e6, rtt_s=0.001)
+    path = Path(3, **NEAR)
     flow = FlowControl(path, 64 * KIB, forced=False)
     for link, share in enumerate((1.0, 1 / 2, 0.0)):
         flow.admit(link, 8 * MIB, share)
     assert path.windows == [BUSY_BYTES, BUSY_BYTES // 4, 0]
 
 
-def test_a_far_network_gets_what_it_holds():
-    # It holds 12 MB.
-    path, flow = one_link(rate=1.2e9, rtt_s=0.010, most=MOST_BYTES, chunk_bytes=MIB)
-    run(flow, path, 1)
-    assert path.windows[0] == pytest.approx(4 * MIB, rel=0.01)  # it grew by what it was
-    run(flow, path, 10)
-    assert path.windows[0] == pytest.approx(2 * MIB + 12e6, rel=0.01)
-    path.rate /= 10
-    run(flow, path, SAMPLES)
-    assert path.windows[0] == pytest.approx(2 * MIB + 1.2e6, rel=0.01)
-
-
 def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network():
     # Of 200 ms, whose chunks take 600 ms: their contributions wait for what was lost.
-    path = Path(1, rate=6e6, rtt_s=0.2)
-    flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, MOST_BYTES, 1.0, 0.2)
+    path, flow = one_link(rate=6e6, rtt_s=0.2, most=MOST_BYTES, round_trip_s=0.2)
     for now in range(40):
         flow.begin(now)
         path.received[0] += int(0.5 * min(path.rate, path.windows[0] / 0.6))
@@ -117,9 +133,7 @@ def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network():
 
 
 def test_windows_of_a_near_network_do_not_grow():
-    path = Path(1, rate=1e10, rtt_s=0.1)
-    flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, MIB, 1.0, 0.009, grows=True)
+    path, flow = one_link(1e10, 0.1, MIB, grows=True, round_trip_s=0.009)
     run(flow, path, 5)
     assert path.windows == [MIB]
     assert flow.asks(10.0) == []
@@ -144,9 +158,7 @@ def test_windows_of_a_far_network_grow_to_256_mib_in_all():
 
 
 def test_who_asks_in_vain_waits_twice_as_long():
-    path = Path(1, rate=1e8, rtt_s=0.1)
-    flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, MIB, 1.0, 0.1, grows=True)
+    path, flow = one_link(rate=1e8, rtt_s=0.1, most=MIB, round_trip_s=0.1, grows=True)
     run(flow, path, 5)
     assert [now for now in range(20) if flow.asks(float(now))] == [0, 1, 3, 7, 15]
     flow.grant(0, 2 * MIB)
@@ -167,9 +179,7 @@ def test_a_far_link_that_is_gone_holds_up_no_looks():
 
 
 def test_a_burst_of_a_far_network_is_no_rate():
-    path = Path(1, rate=1e7, rtt_s=0.2)
-    flow = FlowControl(path, 64 * KIB, forced=False)
-    flow.admit(0, MOST_BYTES, 1.0, 0.2, grows=True)
+    path, flow = one_link(rate=1e7, rtt_s=0.2, most=MOST_BYTES, round_trip_s=0.2, grows=True)
     for _ in range(3):
         flow.begin(0.0)
     path.received[0] = MIB
@@ -188,20 +198,6 @@ def test_a_link_that_waits_keeps_its_window():
     path.rate = 0.0
     run(flow, path, 2 * SAMPLES)
     assert path.windows[0] == before > BUSY_BYTES
-
-
-def test_never_more_than_the_reducer_allows():
-    path, flow = one_link(rate=1e10, rtt_s=0.1, most=MIB)
-    run(flow, path, 5)
-    assert path.windows == [MIB]
-    flow.admit(0, 100 * KIB, 1.0)  # less than two chunks
-    assert path.windows == [100 * KIB]
-
-
-def test_a_forced_window_stays():
-    path, flow = one_link(rate=1e9, rtt_s=0.1, most=5 * MIB, forced=True)
-    run(flow, path, 5)
-    assert path.windows == [5 * MIB]
 
 
 def test_failed_all_reduces_and_others_between_them_say_nothing():

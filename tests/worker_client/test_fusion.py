@@ -14,7 +14,6 @@ from reducer.errors import (
     LocalProtocolError,
     MismatchError,
     RankLostError,
-    ReductionError,
     ReductionTimeout,
 )
 from reducer.wire.constants import PLACES
@@ -123,17 +122,9 @@ def test_strided_arrays_and_calls_without_a_name(job):
         column.wait(20)
         assert (grid2[:, 1] == 3).all()
         assert (grid2[:, 0] == client.rank + 1).all()
+        assert client.bytes_reduced == 4 * (12 + 5 * 3 + 6)
 
     at_all(job(2), reduce)
-
-
-def test_names_are_not_used_twice_at_once(job):
-    one, other = job(2)
-    work = one.all_reduce(np.ones(1), name="x")
-    with pytest.raises(ConfigError, match="'x' is in progress: wait for it"):
-        one.all_reduce(np.ones(1), name="x")
-    other.all_reduce(np.ones(1), name="x").wait(20)
-    work.wait(20)
 
 
 def test_a_call_that_one_rank_is_refused_fails_at_the_others_and_the_next_is_right(job):
@@ -221,30 +212,10 @@ def test_a_missing_tensor_is_named_and_fails_at_its_deadline(job, busy, monkeypa
     assert at_all(clients, go_on) == [3.0] * 3
 
 
-def test_names_that_never_recur_are_right_again_after_pauses(job):
-    def go(client):
-        found = []
-        for call in range(12):
-            if call == 3:
-                time.sleep((0.0, 1.5, 2.6)[client.rank])  # longer than the calls may take
-            try:
-                data = np.full(8, call, np.float32)
-                work = client.all_reduce(data, "sum", name=f"x{call}", timeout=1.0)
-                found.append(float(work.wait()[0]))
-            except ReductionError:
-                found.append(None)
-        return found
-
-    for found in at_all(job(3), go):
-        assert found[:3] == [0.0, 3.0, 6.0]
-        assert all(one in {None, 3.0 * call} for call, one in enumerate(found))
-        assert found[-5:] == [3.0 * call for call in range(7, 12)]
-
-
 def test_a_late_rank_costs_nothing_but_time(job):
     clients = job(2)
     early = [clients[0].all_reduce(np.ones(4), "sum", name=f"t{at}") for at in range(50)]
-    time.sleep(1.5)  # it waits in a round by now
+    time.sleep(0.5)  # it waits in a round by now
     short = clients[0].all_reduce(np.ones(4), name="short", timeout=0.1)
     with pytest.raises(ReductionTimeout, match="'short'"):
         short.wait(20)
@@ -287,26 +258,29 @@ def test_what_is_in_progress_ends_with_the_client(job):
         one.all_reduce(np.ones(4), name="x")
 
 
-def test_a_callback_may_submit_but_not_wait(job):
-    clients = job(2)
-    said = []
-    ended = threading.Event()
+def test_a_callback_may_submit_and_shut_down_but_not_wait(job):
+    said, took = [], []
 
     def train(client):
         def again(_):
             work = client.all_reduce(np.ones(2), "sum", name="again")
-            if client.rank == 0:
-                try:
-                    work.wait(5)
-                except LocalProtocolError as error:
-                    said.append(error)
-                work.future().add_done_callback(lambda _: ended.set())
+            try:
+                work.wait(5)
+            except LocalProtocolError as error:
+                said.append(error)
+            work.future().add_done_callback(leave)
+
+        def leave(_):
+            begin = time.monotonic()
+            client.shutdown()
+            took.append(time.monotonic() - begin)
 
         client.all_reduce(np.ones(2), name="first").future().add_done_callback(again)
 
-    at_all(clients, train)
-    assert ended.wait(20)
-    assert len(said) == 1
+    at_all(job(2), train)
+    eventually(lambda: len(took) == 2)
+    assert len(said) == 2
+    assert max(took) < 4
 
 
 def test_a_thread_that_cannot_be_started_is_started_later(job, monkeypatch):
@@ -320,15 +294,6 @@ def test_a_thread_that_cannot_be_started_is_started_later(job, monkeypatch):
         with pytest.raises(RuntimeError, match="can't start"):
             client.all_reduce(np.ones(1), name="x")
     assert client.all_reduce(np.ones(1), name="x").wait(20) == 1
-
-
-def test_an_embedded_job_has_names_too(servers):
-    # Two of three reducers are the ranks' own.
-    pytest.importorskip("torch")
-    with joined(2, servers=servers[:1], job="alone") as clients:
-        sums = at_all(clients, lambda c: c.all_reduce(np.ones(2), "sum", name="x").wait(20)[0])
-        assert sums == [2.0, 2.0]
-        assert [client.bytes_reduced for client in clients] == [16, 16]
 
 
 def test_a_reducer_that_is_lost_before_the_first_name_is_not_waited_for():
@@ -354,38 +319,14 @@ def test_a_callback_of_what_has_failed_may_not_wait_either(job):
     one, _ = job(2)
     other = one.all_reduce(np.ones(2), name="other")
     said = []
-    ended = threading.Event()
 
     def wait(_):
-        try:
+        with pytest.raises(LocalProtocolError) as caught:
             other.wait(5)
-        except LocalProtocolError as error:
-            said.append(error)
-        ended.set()
+        said.append(caught.value)
 
     one.all_reduce(np.ones(2), name="late", timeout=0.2).future().add_done_callback(wait)
-    assert ended.wait(20)
-    assert len(said) == 1
-
-
-def test_a_shutdown_in_a_callback_takes_no_time(job):
-    clients = job(2)
-    took = []
-    ended = threading.Event()
-
-    def train(client):
-        def leave(_):
-            begin = time.monotonic()
-            client.shutdown()
-            took.append(time.monotonic() - begin)
-            if len(took) == 2:
-                ended.set()
-
-        client.all_reduce(np.ones(2), name="x").future().add_done_callback(leave)
-
-    at_all(clients, train)
-    assert ended.wait(20)
-    assert max(took) < 4
+    eventually(lambda: said)
 
 
 def test_what_fails_between_a_round_and_its_all_reduce_leaves_nobody_waiting(job, monkeypatch):
@@ -428,7 +369,7 @@ def test_deadlines_hold_while_the_channel_is_made(job, monkeypatch):
     open_, made = Fusion.open, threading.Event()
     monkeypatch.setattr(Fusion, "open", lambda fusion: made.wait(20) and open_(fusion))
     patient = one.all_reduce(np.ones(2), "sum", name="patient", timeout=20)
-    for after_s in (1.0, 0.5):
+    for after_s in (0.5, 0.2):
         begin = time.monotonic()
         hasty = one.all_reduce(np.ones(2), name="hasty", timeout=after_s)
         with pytest.raises(ReductionTimeout, match=r"'hasty'.*not submitted by some rank within"):

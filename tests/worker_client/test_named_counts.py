@@ -1,18 +1,23 @@
-"""Calls with names while rounds fail at random ranks: what is summed belongs together."""
+"""Calls with names while rounds fail at some ranks alone: what is summed belongs together."""
 
 import random
 import threading
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from reducer.errors import MismatchError, ReductionError, ReductionTimeout
+from reducer.errors import (
+    LocalProtocolError,
+    MismatchError,
+    ReductionError,
+    ReductionTimeout,
+)
 from reducer.runtime.implementation import NAMES
 from tests.waits import eventually
 from worker_client.fusion import fusion, negotiation
@@ -35,14 +40,18 @@ class Disturbed(NamedTuple):
         failing: all-reduces whose sum only the other ranks get.
         declining: steps in which it declines a call.
         pausing: steps before which it pauses for longer than calls may take.
+        refused: all-reduces that it wants to make, and its communicator refuses.
+        error: what `failing` and `refused` end with.
     """
 
-    failing: Collection[tuple[int, int]]
-    declining: Collection[tuple[int, int]]
-    pausing: Collection[tuple[int, int]]
+    failing: Collection[tuple[int, int]] = ()
+    declining: Collection[tuple[int, int]] = ()
+    pausing: Collection[tuple[int, int]] = ()
+    refused: Collection[tuple[int, int]] = ()
+    error: Any = ReductionTimeout
 
 
-CALM = Disturbed((), (), ())
+CALM = Disturbed()
 RANKS = st.integers(0, WORLD_SIZE - 1)
 SOME_STEPS = st.sets(st.tuples(RANKS, st.integers(0, STEPS - 1)), max_size=2)
 DISTURBED = st.builds(
@@ -56,8 +65,9 @@ DISTURBED = st.builds(
 class Sums:
     """All-reduces without reducers: all ranks' n-th ones meet, and fail if their names differ."""
 
-    def __init__(self, failing):
-        self.failing = failing  # which rank does not get which sum
+    def __init__(self, disturbed=CALM):
+        self.disturbed = disturbed
+        self.refused = list(disturbed.refused)
         self.lock = threading.RLock()
         self.joined = []
         self.errors = {}
@@ -76,9 +86,9 @@ class Sums:
             elif len(ranks) == WORLD_SIZE:
                 total = sum(data for _, data, _ in ranks.values())
                 for at, (_, into, its) in ranks.items():
-                    lost = (at, number) in self.failing
+                    lost = (at, number) in self.disturbed.failing
                     into[:] = 0 if lost else total
-                    its.end(ReductionTimeout("at this rank alone") if lost else None)
+                    its.end(self.disturbed.error("at this rank alone") if lost else None)
 
     def fail(self, number, error):
         with self.lock:
@@ -94,11 +104,13 @@ class Channel:
 
     def __init__(self, sums, rank):
         self.sums, self.rank, self.number = sums, rank, 0
-
         self.open = {}
 
     def submit(self, operation):
         number = self.number
+        if (self.rank, number) in self.sums.refused:
+            self.sums.refused.remove((self.rank, number))
+            raise self.sums.disturbed.error("at this rank alone")
         self.number += 1
         self.open[number] = operation, time.monotonic() + operation.timeout_s
         data = np.frombuffer(operation.view, np.dtype(operation.dtype.name.lower()))
@@ -173,7 +185,45 @@ def failure(number, work):
     return None
 
 
-@pytest.mark.extended
+def train(impl, disturbed, seed=0, steps=STEPS, timeout_s=SHORT_S):
+    """Make steps that are disturbed, and as many that are not; return how calls failed, by rank."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(WORLD_SIZE) as pool:
+        patch.setattr(negotiation, "MOST_KNOWN", MOST)
+        patch.setattr(fusion, "LOOK_S", 0.01)
+        sums = Sums(disturbed)
+        ranks = [Rank(sums, rank, impl, seed) for rank in range(WORLD_SIZE)]
+        try:
+            failed = list(pool.map(lambda one: one.run(range(steps), timeout_s, disturbed), ranks))
+            sums.disturbed, sums.refused = CALM, []
+            calm = range(steps, 2 * steps)
+            assert list(pool.map(lambda one: one.run(calm, LONG_S, CALM), ranks)) == [[], [], []]
+            for one in ranks:
+                assert len(one.submissions.calls) <= 4 * MOST, "of more names"
+        finally:
+            for one in ranks:
+                one.fusion.stop()
+    return failed
+
+
+@pytest.mark.parametrize("error", [ReductionTimeout, LocalProtocolError])
+@pytest.mark.parametrize("how", ["failing", "refused"])
+@pytest.mark.parametrize("number", [0, 1, 4])  # the first rounds have announcements, later ones not
+def test_a_round_that_fails_at_one_rank_alone(number, how, error):
+    tried_again = number == 0 and error is ReductionTimeout
+    disturbed = Disturbed(**{how: [(2, number)]}, error=error)
+    failed = train("compiled", disturbed, steps=10, timeout_s=LONG_S if tried_again else SHORT_S)
+    kinds = {error.__name__, "ReductionTimeout", "MismatchError"}
+    assert all(any(kind in one for kind in kinds) for its in failed for one in its)
+    assert failed == [[], [], []] or not tried_again
+
+
+@pytest.mark.parametrize("impl", NAMES)
+def test_pauses_that_are_longer_than_calls_may_take(impl):
+    failed = train(impl, Disturbed(pausing=[(1, 2), (2, 4)], declining=[(0, 1)]), steps=10)
+    assert all(failed), "the late ranks' own calls, too"
+
+
+@pytest.mark.extended("test_a_round_that_fails")
 @pytest.mark.parametrize("impl", NAMES)
 @settings(
     max_examples=15,
@@ -182,21 +232,7 @@ def failure(number, work):
 )
 @given(DISTURBED, st.integers(0, 1000))
 def test_whatever_fails_where_only_calls_of_one_step_are_summed(impl, disturbed, seed):
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(WORLD_SIZE) as pool:
-        patch.setattr(negotiation, "MOST_KNOWN", MOST)
-        patch.setattr(fusion, "LOOK_S", 0.01)
-        sums = Sums(disturbed.failing)
-        ranks = [Rank(sums, rank, impl, seed) for rank in range(WORLD_SIZE)]
-        try:
-            list(pool.map(lambda one: one.run(range(STEPS), SHORT_S, disturbed), ranks))
-            sums.failing = ()
-            steps = range(STEPS, 2 * STEPS)
-            assert list(pool.map(lambda one: one.run(steps, LONG_S, CALM), ranks)) == [[], [], []]
-            for one in ranks:
-                assert len(one.submissions.calls) <= 4 * MOST, "of 32 names"
-        finally:
-            for one in ranks:
-                one.fusion.stop()
+    train(impl, disturbed, seed)
 
 
 def test_what_others_have_to_be_told_again_is_counted_from_the_same_base(monkeypatch):
@@ -217,7 +253,7 @@ def test_what_others_have_to_be_told_again_is_counted_from_the_same_base(monkeyp
             return Decision([], {}, {}, bases={"a": 1})
 
     monkeypatch.setattr(fusion, "Negotiation", Scripted)
-    one = Rank(Sums(()), 0, "plain", 0, Alone).fusion
+    one = Rank(Sums(), 0, "plain", 0, Alone).fusion
     for rounds, name in enumerate("ab", 1):
         one.decline(name, ValueError("none here"))
         eventually(lambda rounds=rounds: len(asked) >= rounds)

@@ -7,8 +7,16 @@ import numpy as np
 import pytest
 
 from reducer.wire.constants import DType, ReduceOp
+from tests.worker_client.transcripts import play, scenarios
 from worker_client.fusion import negotiation
-from worker_client.fusion.negotiation import JOIN, Decision, GivenUp, Key, Negotiation, Tensor
+from worker_client.fusion.negotiation import (
+    JOIN,
+    GivenUp,
+    Key,
+    Negotiation,
+    Tensor,
+    group,
+)
 
 
 def key(name, dtype=DType.FLOAT32, op=ReduceOp.SUM, n=8, *, call=0, shape=""):
@@ -62,24 +70,65 @@ class Ranks:
             buffer[:] = total
 
 
-def test_what_all_have_is_ready_in_one_order():
-    ranks = Ranks(3)
-    a, b, c = key("a"), key("b"), key("c")
-    decisions = ranks.round([a, b], [b, c, a], [c, b])
-    assert [decision.ready for decision in decisions] == [tensors(b)] * 3
-    assert [rank.missing_ranks(a) for rank in ranks.all] == [(2,)] * 3
-    assert [rank.missing_ranks(c) for rank in ranks.all] == [(0,)] * 3
+class Script:
+    """A job of a transcript, which has as many ranks as its first round."""
+
+    def round(self, *words):
+        said = [its.split() for its in " ".join(words).split("|")]
+        self.ranks = getattr(self, "ranks", None) or Ranks(len(said))
+        given_up = None
+        for rank, its in enumerate(said):
+            for word in its:
+                if word.endswith("!"):
+                    given_up = rank, GivenUp(word[0], 0, "ConfigError: no")
+        keys = [[read(word) for word in its if word[-1] not in "!-"] for its in said]
+        absent = [rank for rank, its in enumerate(said) if its == ["gone"]]
+        decisions = self.ranks.round(*keys, absent=absent, given_up=given_up)
+        (told,) = {tell(decision) for decision in decisions}
+        return told
+
+    def missing(self, word):
+        (ranks,) = {one.missing_ranks(read(word)) for one in self.ranks.all}
+        return ranks
+
+    def wanted(self, rank):
+        return " ".join(one.tensor.name for one in self.ranks.all[int(rank)].wanted()) or None
+
+    def sums(self):
+        return self.ranks.sums
+
+    def agrees_with_a_new_one(self):
+        return self.ranks.all[0].state == Negotiation(1, 2).state
 
 
-def test_a_tensor_is_announced_once():
-    ranks = Ranks(2)
-    assert ranks.round([key("a")], [])[0].ready == []
-    assert ranks.sums == 2
-    assert ranks.round([key("a")], [key("a")])[0].ready == tensors(key("a"))
-    assert ranks.sums == 3, "rank 1 has heard of it"
-    for a in calls(4)[1:]:
-        assert ranks.round([a], [a])[0].ready == tensors(a)
-    assert ranks.sums == 6
+def tell(decision):
+    """Return what a rank has decided, for a transcript."""
+    ready = " ".join(tensor.name for tensor in decision.ready)
+    told = [f"ready {ready}"] if ready else []
+    for one, error in decision.mismatched.items():
+        pairs = f"rank {error.rank} {error.expected!r}, rank {error.other_rank} {error.got!r}"
+        told.append(f"{one.tensor.name}#{one.call} {error.field}: {pairs}")
+    told += [f"no {name}#{call}: {error}" for (name, call), error in decision.given_up.items()]
+    return "; ".join(told + ["bases"] * bool(decision.bases))
+
+
+def read(word):
+    """Read a call of a transcript."""
+    name, _, odd = word.partition("/")
+    name, _, call = name.partition("#")
+    how = {"call": int(call or 0)}
+    for kind, values in {"dtype": DType, "op": ReduceOp}.items():
+        how |= {kind: values[odd]} if odd in values.__members__ else {}
+    how |= {"n": int(odd)} if odd.isdigit() else {"shape": odd} if odd.startswith("(") else {}
+    return key(JOIN if name == "JOIN" else name, **how)
+
+
+SCENARIOS = scenarios("negotiation.txt")
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_transcripts(scenario):
+    assert list(play(Script(), SCENARIOS[scenario]))
 
 
 def test_shapes_are_announced_where_they_are_given_and_once():
@@ -91,99 +140,6 @@ def test_shapes_are_announced_where_they_are_given_and_once():
     a, b = key("a", shape="(2, 1)", call=1), key("b", call=1)
     assert ranks.round([a, b], [a, b])[0].ready == tensors(a, b)
     assert ranks.announced == [None, None], "they were announced"
-
-
-def test_nothing_at_some_rank_is_no_agreement():
-    ranks = Ranks(2)
-    assert ranks.round([], [key("a")])[1] == Decision([], {}, {}, {})
-    assert ranks.all[1].missing_ranks(key("a")) == (0,)
-    assert ranks.round([], [])[0] == Decision([], {}, {}, {})
-
-
-@pytest.mark.parametrize(
-    ("other", "field", "expected", "got"),
-    [
-        (key("a", n=16), "total_bytes", 8, 16),
-        (key("a", DType.INT32), "dtype", "FLOAT32", "INT32"),
-        (key("a", op=ReduceOp.MAX), "op", "SUM", "MAX"),
-        (key("a", shape="(2,)"), "shape", "", "(2,)"),
-    ],
-)
-def test_ranks_that_differ_are_named(other, field, expected, got):
-    ranks = Ranks(3)
-    assert ranks.round([key("a")], [], [other])[0].mismatched == {}, "rank 1 may have either"
-    for decision in ranks.round([key("a"), key("b")], [key("a"), key("b")], [other, key("b")]):
-        error = decision.mismatched[key("a")]
-        assert decision.mismatched == {key("a"): error, other: error}
-        assert (error.field, error.rank, error.other_rank) == (field, 0, 2)
-        assert (error.expected, error.got) == (expected, got)
-        assert decision.ready == tensors(key("b"))
-    again = key("a", call=1)
-    assert ranks.round([again], [again], [again])[0].ready == tensors(again)
-
-
-def test_after_a_failure_at_one_rank_calls_are_not_mixed_up():
-    ranks = Ranks(3)
-    first, second, third = calls(3)
-    assert ranks.round([first], [first], [])[0].ready == []
-    # The last rank's first call has failed, and it makes the second one.
-    (decision, *_) = ranks.round([first], [first], [second])
-    assert decision.ready == []
-    assert decision.mismatched.keys() == {first}, "the second one may yet be made by all"
-    error = decision.mismatched[first]
-    assert (error.field, error.expected, error.got) == ("call", 0, 1)
-    assert (error.rank, error.other_rank) == (0, 2)
-    assert ranks.round([second], [], [second])[0].ready == []
-    assert ranks.round([second], [second], [second])[0].ready == tensors(second)
-    assert ranks.round([third], [third], [third])[0].ready == tensors(third)
-
-
-def test_a_call_that_a_rank_gives_up_is_told_once_with_the_reason():
-    ranks = Ranks(3)
-    a, b = calls(2)
-    for decision in ranks.round([b], [a], [a], given_up=(0, GivenUp("a", 0, "ConfigError: no"))):
-        assert decision.ready == []
-        assert decision.mismatched == {}, "the reason says more than the numbers of calls"
-        (error,) = decision.given_up.values()
-        assert list(decision.given_up) == [("a", 0)]
-        assert "rank 0 takes no part in this call: ConfigError: no" in str(error)
-        assert (error.field, error.rank) == ("call", 0)
-    again = ranks.round([b], [b], [b])
-    assert [(one.ready, one.given_up) for one in again] == [(tensors(b), {})] * 3
-
-
-def test_a_rank_that_missed_what_another_gives_up_is_found():
-    ranks = Ranks(2)
-    ranks.all[0].ask([], [GivenUp("a", 0, "no")])
-    ranks.round([], [], given_up=(0, GivenUp("a", 0, "no")))
-    assert ranks.all[0].state != Negotiation(1, 2).state
-
-
-def test_the_last_call_waits_for_all_others():
-    ranks = Ranks(2)
-    a, join = key("a"), key(JOIN)
-    ranks.round([join], [a])
-    assert ranks.all[0].wanted() == [a]
-    assert ranks.all[1].wanted() == [join]
-    assert ranks.round([join], [a, join])[0].ready == [], "rank 0 may stand in"
-    assert ranks.round([join, a], [a, join])[0].ready == tensors(join, a)
-    assert ranks.all[0].wanted() == []
-
-
-def test_a_call_may_be_announced_before_the_one_that_precedes_it():
-    ranks = Ranks(2)
-    first, second, third = calls(3)
-    ranks.round([], [second])
-    ranks.round([first], [])
-    assert ranks.round([first], [first])[0].ready == tensors(first)
-    assert ranks.round([second], [second])[0].ready == tensors(second)
-    assert ranks.round([third], [third])[0].ready == tensors(third)
-
-
-def test_ranks_that_are_gone_are_not_waited_for():
-    ranks = Ranks(3)
-    ranks.round([key("a")], [], [])
-    assert ranks.round([key("a")], [], [key("a")], absent=(1,))[0].ready == tensors(key("a"))
 
 
 def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing():
@@ -282,3 +238,33 @@ def test_all_is_reduced_whatever_the_order(seed):
         done += ready
         has = [[one for one in mine if one.tensor not in ready] for mine in has]
     assert sorted(done) == sorted(tensors(*keys))
+
+
+# -- which tensors travel together ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "threshold", "rounded_from", "apart", "groups"),
+    [
+        pytest.param((40, 60, 1, 99, 100), 101, None, False, [[0, 1, 2], [3], [4]], id="filled up"),
+        pytest.param((40, 60, 1, 99, 100), 100, None, False, [[0, 1], [4], [2, 3]], id="as large"),
+        pytest.param((40, 1000, 40), 100, None, False, [[1], [0, 2]], id="larger"),
+        pytest.param((1, 2, 3, 0), 0, None, False, [[0], [1], [2], [3]], id="no threshold"),
+        pytest.param((10, 40, 11, 50), 100, 40, False, [[0, 2], [1, 3]], id="16 bits"),
+        pytest.param((10, 40, 11, 50), 100, 40, True, [[1], [3], [0, 2]], id="blocks"),
+    ],
+)
+def test_buffers_are_filled_up_to_the_threshold(sizes, threshold, rounded_from, apart, groups):
+    given = [key(f"{at}", n=nbytes).tensor for at, nbytes in enumerate(sizes)]
+    rounded = lambda tensor: rounded_from is not None and tensor.nbytes >= rounded_from  # noqa: E731
+    found = group(given, threshold, rounded, apart=apart)
+    assert [[int(tensor.name) for tensor in together] for together in found] == groups
+
+
+def test_types_and_reductions_are_apart():
+    kinds = {"sum": {}, "half": {"dtype": DType.FLOAT16}, "mean": {"op": ReduceOp.MEAN}}
+    given = [key(f"{kind}{at}", **how).tensor for at in range(2) for kind, how in kinds.items()]
+    together = group(given, 100, lambda _: False)
+    assert [[one.name for one in names] for names in together] == [
+        [f"{kind}0", f"{kind}1"] for kind in kinds
+    ]

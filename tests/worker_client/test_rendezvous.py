@@ -33,23 +33,24 @@ def group(name):
     return Rendezvous(0, [0], torch.distributed.HashStore(), make_private=none, name=name)
 
 
-def test_a_group_without_a_name_has_its_job_to_itself():
+def test_names_of_groups_fit_and_begin_with_what_a_key_is_bound_to():
     assert group("").named("train") == "train"
-
-
-def test_groups_of_one_job_have_names_that_fit():
     assert group("3").named("train") == "train.3"
     long = "ä" * (MAX_JOB_NAME_BYTES // 2)
     names = {group(name).named(long) for name in ("1", "2")}
     assert len(names) == 2
     assert all(len(name.encode()) <= MAX_JOB_NAME_BYTES for name in names)
-
-
-def test_a_name_that_is_cut_begins_with_what_a_key_is_bound_to():
     owned = "k" * MAX_OWNER_BYTES
     name = group("3").named(f"{owned}/{'long' * 30}")
     assert owner(name) == owned
     assert len(name) <= MAX_JOB_NAME_BYTES - len(NAMED)
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request, tmp_path):
+    if request.param == "memory":
+        return torch.distributed.HashStore()
+    return torch.distributed.FileStore(str(tmp_path / "store"), 2)
 
 
 def test_ranks_of_a_run_share_what_others_have_not():
@@ -64,10 +65,7 @@ def test_ranks_of_a_run_share_what_others_have_not():
     assert all(said)
 
 
-@pytest.mark.parametrize("kept", ["memory", "file"])
-def test_what_is_withdrawn_is_gone(kept, tmp_path):
-    dist = torch.distributed
-    store = dist.HashStore() if kept == "memory" else dist.FileStore(str(tmp_path / "store"), 2)
+def test_what_is_withdrawn_is_gone(store):
     ranks = [Rendezvous(rank, [0, 1], store, timeout_s=0.2) for rank in range(2)]
     ranks[0].share("secret", "sesame")
     ranks[0].share("job", "train")
@@ -78,10 +76,7 @@ def test_what_is_withdrawn_is_gone(kept, tmp_path):
     assert ranks[1].read("job", 0) == "train"
 
 
-@pytest.mark.parametrize("kept", ["memory", "file"])
-def test_a_rank_that_does_not_come_is_named(kept, tmp_path):
-    dist = torch.distributed
-    store = dist.HashStore() if kept == "memory" else dist.FileStore(str(tmp_path / "store"), 2)
+def test_a_rank_that_does_not_come_is_named(store):
     waiting = Rendezvous(0, [4, 7], store, timeout_s=0.2)
     with pytest.raises(ReductionTimeout, match=r"rank 7 did not join the job within 0\.2 s") as one:
         waiting.read("run", 1)

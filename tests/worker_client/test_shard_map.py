@@ -1,4 +1,4 @@
-"""Which reducers are in use, and who takes over the chunks of those that are lost."""
+"""Which reducers are in use, who takes over the chunks of lost ones, and which link has what."""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reducer.wire.constants import MAX_LANES, DType
+from reducer.wire.layout import shards
 from reducer.wire.messages import LAST_STAGE
-from worker_client.protocol.shard_map import ShardMap, Stage
+from tests.engine.words import number
+from tests.worker_client.transcripts import play, scenarios
+from worker_client.protocol import shard_map
+from worker_client.protocol.lifecycle import FIRST_PLACE
+from worker_client.protocol.link import Link
+from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 
+KIB, MIB = 1 << 10, 1 << 20
 LOSSES = st.lists(st.integers(0, 4), max_size=5, unique=True)
 
 
@@ -68,75 +76,66 @@ def test_a_second_loss_moves_the_chunks_of_that_one_alone(losses, second):
     assert all(old in (new, second) for old, new in zip(before, after, strict=True))
 
 
-def test_a_loss_is_news_once():
-    made = without(1)
-    assert made.knows(1, Stage(0))
-    assert made.lost() == {1: Stage(0)}
-    assert not made.knows(1, Stage(3))
-    made.lose(1, Stage(3))
-    assert made.lost() == {1: Stage(3)}
-    made.lose(1, Stage(2))
-    assert made.lost() == {1: Stage(3)}, "a stale one changes nothing"
-    assert made.knows(1, Stage(2))
-    assert not made.knows(0, Stage(0))
+def stage(text):
+    """Read EPOCH.NUMBER."""
+    return Stage(*map(int, text.split(".")))
 
 
-def test_a_loss_that_is_heard_late_says_nothing_of_the_epoch_that_is_there_now():
-    made = ShardMap(3)
-    made.agree([True] * 3)
-    made.lose(1, Stage(0))
-    assert made.is_past(1, Stage(0))
-    assert made.uses(1)
-    assert not made.uses(1, 0)
-    assert made.lost() == {}
+class Script:
+    """A map of a transcript."""
+
+    def map(self, reducers, *how):
+        hosted = {2: 0} if "hosted" in how else ()
+        self.made = ShardMap(int(reducers), hosted, adopts="adopts" in how)
+        self.reducers = range(int(reducers))
+
+    def lose(self, reducer, when):
+        self.made.lose(int(reducer), self.made.final if when == "final" else stage(when))
+
+    def agree(self, *usable):
+        self.made.agree([one == "1" for one in usable])
+
+    def renew(self, epoch):
+        self.made.renew(int(epoch))
+
+    def knows(self, reducer, when):
+        return self.made.knows(int(reducer), stage(when))
+
+    def past(self, reducer, when):
+        return self.made.is_past(int(reducer), stage(when))
+
+    def uses(self, reducer, *epoch):
+        return self.made.uses(int(reducer), *map(int, epoch))
+
+    def heirs(self, reducer, epoch):
+        return heirs(self.made, int(reducer), 6, int(epoch))
+
+    def stage(self, *epoch):
+        found = self.made.stage(*map(int, epoch))
+        return "none" if found is None else "{}.{}".format(*found)
+
+    def intact(self):
+        return self.made.intact
+
+    def fresh(self):
+        return self.made.fresh()
+
+    def state(self):
+        made = self.made
+        lost = [f"{reducer}@{when.epoch}.{when.number}" for reducer, when in made.lost().items()]
+        assert made.used() == [reducer for reducer in self.reducers if made.uses(reducer)]
+        return (
+            f"stage {self.stage()}: of {made.base} uses {made.used()}, lost {lost}"
+            f"{'' if made.adopted is None else f', {made.adopted} adopts'}"
+        )
 
 
-def test_a_reducer_that_all_can_use_again_serves_what_begins_from_then_on():
-    made = without(1, reducers=3)
-    made.agree([True, False, True])
-    assert (made.epoch, made.base) == (1, (0, 2))
-    assert not made.uses(1)
-    made.agree([True, True, True])
-    assert (made.epoch, made.base) == (2, (0, 1, 2))
-    assert made.uses(1)
-    assert made.lost() == {}
-    assert not made.uses(1, 0), "what is still in progress does not go back"
-    assert set(heirs(made, 1)) == {0, 2}
-    assert made.is_past(1, Stage(0))
-    assert made.is_past(1, Stage(1))
-    assert not made.is_past(1, Stage(2))
+SCENARIOS = scenarios("shard_map.txt")
 
 
-def test_chunks_of_an_old_epoch_are_no_longer_anybodys_if_all_of_it_are_lost():
-    made = ShardMap(3)
-    made.agree([True, True, False])
-    made.lose(0, Stage(1))
-    made.lose(1, Stage(1))
-    assert made.heir(0, 0, 1) is None
-    assert made.heir(0, 0, 0) == 2
-    assert made.heir(2, 0, 1) is None, "it was not used in that epoch"
-    assert made.heir(0, 0, 7) is None, "nobody knows that epoch"
-
-
-def test_what_no_rank_can_use_leaves_things_as_they_were():
-    made = ShardMap(2)
-    made.agree([False, False])
-    assert (made.epoch, made.base) == (1, (0, 1))
-
-
-def test_a_hosted_reducer_is_used_whatever_a_rank_says():
-    made = ShardMap(3, hosted={2: 0})
-    made.agree([True, False, False])
-    assert made.base == (0, 2)
-
-
-def test_beginning_anew_uses_all_from_then_on():
-    made = without(0, 1, 2, reducers=3)
-    assert not any(made.uses(reducer) for reducer in range(3))
-    made.renew(2)
-    assert (made.epoch, made.base, made.lost()) == (2, (0, 1, 2), {})
-    assert all(made.uses(reducer) for reducer in range(3))
-    assert heirs(made, 0, 4) == [None] * 4, "what was begun before has nobody"
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_transcripts(scenario):
+    assert list(play(Script(), SCENARIOS[scenario]))
 
 
 def test_old_epochs_are_forgotten():
@@ -146,32 +145,6 @@ def test_old_epochs_are_forgotten():
     made.lose(0, Stage(300))
     assert made.heir(0, 0, 300) == made.heir(0, 0, 100) == 1
     assert made.heir(0, 0, 0) is None
-
-
-def test_when_all_are_lost_the_first_that_is_there_takes_all():
-    made = adopting(0, 1)
-    assert made.stage() == Stage(0)
-    assert made.adopted is None
-    made.lose(2, Stage(0))
-    assert made.stage() == Stage(0, 1)
-    assert made.adopted == 0
-    assert {*heirs(made, 0), *heirs(made, 1), *heirs(made, 2)} == {0}
-    made.lose(0, Stage(0, 1))
-    assert made.used() == [1, 2]
-    assert {*heirs(made, 0), *heirs(made, 1), *heirs(made, 2)} == {1}
-    assert not made.intact
-
-
-def test_one_that_was_not_in_use_takes_the_place_of_all():
-    made = adopting(2)
-    made.agree([True, True, False])
-    for reducer in (0, 1):
-        made.lose(reducer, Stage(1))
-    assert made.used() == [0, 1, 2]
-    for reducer in (0, 1):
-        made.lose(reducer, Stage(1, 1))
-    assert made.adopted == 2
-    assert made.heir(0, 5, 1) == 2
 
 
 @given(losses=st.lists(st.tuples(st.integers(0, 2), st.integers(0, LAST_STAGE)), max_size=12))
@@ -186,38 +159,95 @@ def test_the_stage_follows_from_what_is_lost_in_any_order(losses):
     assert all(not mine.knows(reducer, mine.stage()) for reducer in mine.used())
 
 
-def test_what_was_begun_earlier_goes_on_in_a_later_stage():
-    made = adopting(0)
-    made.agree([False, True, True])
-    for reducer in (1, 2):  # lost for what was begun in epoch 0 as well
-        made.lose(reducer, Stage(1))
-    assert made.stage(0) == Stage(0, 1), "reducer 0 was not lost since"
-    assert made.heir(1, 0, 0) == made.heir(1, 0, 1) == 0
-    made.lose(0, Stage(1, 1))
-    assert made.heir(1, 0, 0) == made.heir(1, 0, 1) == 1
+# -- plans: which link carries what -------------------------------------------------------------
 
 
-def test_a_loss_of_a_rank_that_waits_for_the_answer_after_the_next_is_not_the_end():
-    made = adopting(0, 1, 2)
-    for reducer in range(3):
-        made.lose(reducer, Stage(2))
-    assert made.stage() == Stage(2, 1)
-    assert made.adopted == 0
+def links(*places):
+    """Links to (reducer, lane), in this order."""
+    return [
+        Link(index, reducer, lane, f"here:{index}") for index, (reducer, lane) in enumerate(places)
+    ]
 
 
-def test_after_the_last_stage_all_are_lost():
-    made = adopting(0, 1, 2)
-    for reducer in range(3):
-        made.lose(reducer, made.final)
-    assert made.stage() is None
-    assert made.used() == []
-    assert made.heir(0, 0, 0) is None
-    assert made.fresh() == 3
+def made(weights, among, chunk_bytes=0):
+    plan = Plan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts)
+    plan.use(among, dict.fromkeys(range(len(weights)), MAX_LANES))
+    return plan
 
 
-def test_a_hosted_reducer_takes_no_others_place():
-    made = ShardMap(3, hosted={2: 0}, adopts=True)
-    made.lose(0, Stage(0))
-    made.lose(1, Stage(0))
-    assert made.adopted is None
-    assert made.used() == [2]
+def cut(plan, nbytes, sequence):
+    parts, _ = plan.cut(nbytes, sequence, DType.INT8)
+    return parts
+
+
+@given(
+    weights=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    sizes=st.lists(st.sampled_from([0, 1, 70 * KIB, MIB, MIB + 1]), min_size=1, max_size=40),
+    chunk_bytes=st.sampled_from([0, 64, 64 * KIB]),
+    dtypes=st.lists(
+        st.sampled_from([DType.INT8, DType.FLOAT64, DType.BLOCK8]), min_size=1, max_size=3
+    ),
+)
+def test_a_plan_that_was_kept_is_the_one_that_would_be_made(weights, sizes, chunk_bytes, dtypes):
+    plan = made(tuple(weights), links(*((r, 0) for r in range(len(weights)))), chunk_bytes)
+    for call, nbytes in enumerate(sizes):
+        for sequence in (number(call), number(call, FIRST_PLACE + 1)):
+            for dtype in dtypes:
+                cut, size = plan.cut(nbytes, sequence, dtype)
+                parts = [(part.link, part.start, part.end) for part in cut]
+                assert parts == shards(nbytes, weights, sequence, chunk_bytes, dtype.itemsize)
+                assert size == 7 * nbytes + len(parts)  # as `made` says
+
+
+def test_calls_and_the_all_reduces_of_each_begin_in_turn_at_every_reducer():
+    plan = made((1, 1, 1), links((0, 0), (1, 0), (2, 0)))
+    numbers = [number(call, place) for call in range(3) for place in (1, 2, 3)]
+    first = [cut(plan, 9 * MIB, sequence)[0].link for sequence in numbers]
+    assert first == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+
+
+def test_lanes_divide_their_reducers_part_in_any_order_of_joining():
+    early = made((2, 1), links((0, 0), (1, 0), (0, 1), (0, 2)))
+    late = made((2, 1), links((1, 0), (0, 2), (0, 0), (0, 1)))
+    sizes = [part.end - part.start for part in cut(early, 9 * MIB, 0)]
+    assert sizes == [2 * MIB, 2 * MIB, 2 * MIB, 3 * MIB]
+    assert [part.end - part.start for part in cut(late, 9 * MIB, 0)] == sizes
+    two = made((2, 1), links((1, 0), (0, 1), (0, 0)))
+    assert [part.link for part in cut(two, 9 * MIB, 0)] == [2, 1, 0]
+
+
+def test_a_new_link_makes_new_plans():
+    among = links((0, 0), (1, 0))
+    plan = made((1, 1), among[:1])
+    assert [part.link for part in cut(plan, MIB, 0)] == [0]
+    plan.use(among, {0: 1, 1: 1})
+    assert [part.link for part in cut(plan, MIB, number(1))] == [1, 0]  # begins elsewhere
+
+
+def test_only_reducers_that_are_used_get_anything():
+    among = links((0, 0), (1, 0), (2, 0), (1, 1))
+    plan = made((1, 1, 1), among)
+    assert {part.link for part in cut(plan, 9 * MIB, 0)} == {0, 1, 2, 3}
+    plan.use(among, {0: 2, 1: 2})
+    assert sorted(part.link for part in cut(plan, 8 * MIB, 1)) == [0, 1, 3]
+    plan.use(among, {0: 1, 1: 1})
+    assert sorted(part.link for part in cut(plan, 8 * MIB, 1)) == [0, 1]
+    plan.use(among, {2: 1})
+    assert cut(plan, MIB, 2) == [(2, 0, MIB)]
+    plan.use(among, {0: 1, 1: 2, 2: 1})
+    assert {part.link for part in cut(plan, 9 * MIB, 3)} == {0, 1, 2, 3}
+
+
+def test_few_plans_are_kept(monkeypatch):
+    monkeypatch.setattr(shard_map, "_KEPT_PLANS", 3)
+    plan = made((1,), links((0, 0)))
+    for sequence, nbytes in enumerate((1, 2, 3, 4, 1, 2)):
+        assert cut(plan, nbytes, sequence) == [(0, 0, nbytes)]
+        assert len(plan.known) <= 3
+
+
+def test_what_a_reducer_owns_beside_the_largest_owner():
+    pool, rank, none = links((0, 0), (1, 0), (2, 0))
+    plan = made((6, 2, 0), [pool, rank, none])
+    assert [plan.share(link) for link in (pool, rank, none)] == [1.0, 1 / 3, 0.0]
+    assert {part.link for part in cut(plan, MIB, 0)} == {0, 1}

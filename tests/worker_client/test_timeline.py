@@ -3,8 +3,8 @@
 import json
 import logging
 import os
+import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +14,8 @@ from reducer.errors import ConfigError, LocalProtocolError, MismatchError
 from reducer.timeline import LogEvents, Timeline
 from tests.conftest import joined, reducer_here
 from tests.waits import eventually
+from tests.worker_client.transcripts import GOLDEN
+from tests.worker_client.waits import at_all
 from worker_client.client.bootstrap import connect
 from worker_client.commands.timeline import Clock, Process, Round, Span, align, described, merge
 
@@ -96,16 +98,20 @@ def test_what_nobody_could_write_is_counted(tmp_path, monkeypatch):
     assert events(tmp_path / "file.json", "i")[-1]["name"] == "15 events are missing"
 
 
-def test_what_is_logged_is_shown(lines, tmp_path):
-    mine = logging.getLogger("tests.timeline")
-    handler = LogEvents(lines, logging.WARNING)
+def test_what_is_logged_is_shown_and_by_logging_what_cannot_be(
+    lines, tmp_path, capsys, monkeypatch
+):
+    mine, handler = logging.getLogger("tests.timeline"), LogEvents(lines, logging.WARNING)
+    monkeypatch.setattr(mine, "propagate", False)
     mine.addHandler(handler)
     mine.info("not this")
     mine.warning("a %s", "warning")
+    mine.warning("%d", "no number")
     mine.removeHandler(handler)
     lines.close()
     told = events(tmp_path / "folder" / "file.json", "i")[1:]
     assert [(one["name"], one["args"]["level"]) for one in told] == [("a warning", "warning")]
+    assert capsys.readouterr().err.count("Logging error") == 1
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
@@ -124,16 +130,38 @@ def job(tmp_path):
     """Two ranks at one reducer, all of which write timelines into a directory."""
     with reducer_here(timeline=tmp_path) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDUCTION_TIMELINE", str(tmp_path))
-        with joined(2, servers=server.address, job="a/job", timeout=5) as clients:
+        settings = {"job": "a/job", "timeout": 5, "cycle_time": "30s"}
+        with joined(2, servers=server.address, **settings) as clients:
             yield clients, tmp_path
 
 
-def at_both(clients, step):
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(step, clients))
+SHOWN = ("bytes", "dtype", "op", "rank", "tensors", "job", "error")  # of a slice's arguments
 
 
-def test_the_parts_of_an_all_reduce_are_all_of_it(job):
+def told(path):
+    """Return what a rank shows, without times; the parts of each slice are all of it."""
+    tracks, lines, slices = {}, [], []
+    for event in json.loads(path.read_bytes()):
+        its = event.get("args", {})
+        if event["name"] == "thread_name":
+            tracks[event["tid"]] = its["name"].rstrip(" 0123456789")
+        elif event["ph"] == "X" and its:
+            its |= {"error": its["error"].partition(":")[0]} if "error" in its else {}
+            said = ", ".join(f"{name} {its[name]}" for name in SHOWN if name in its)
+            lines.append(f"{tracks[event['tid']]}: {event['name']}: {said}:")
+            slices.append([event])
+        elif event["ph"] == "X":
+            lines[-1] += f" {event['name']}"
+            slices[-1].append(event)
+    for whole, *parts in slices:
+        ends = [whole["ts"], *(part["ts"] + part["dur"] for part in parts)]
+        assert [part["ts"] for part in parts] == pytest.approx(ends[:-1], abs=0.01)
+        assert ends[-1] == pytest.approx(whole["ts"] + whole["dur"], abs=0.01)
+    return re.sub(r" [0-9a-f]{8}:", " STATE:", "\n".join(lines) + "\n")
+
+
+def test_what_a_rank_shows(job, devices):
+    torch = pytest.importorskip("torch", reason="needs torch")
     clients, directory = job
 
     def step(client):
@@ -141,25 +169,22 @@ def test_the_parts_of_an_all_reduce_are_all_of_it(job):
             if client.rank == 1:
                 time.sleep(0.05)
             client.all_reduce(np.ones(size, np.float32)).wait()
+        works = [client.all_reduce(np.ones(9), "sum", name=f"t{at}") for at in range(3)]
+        for work in works:
+            work.wait()
+        client.all_reduce(torch.ones(100)).wait()
+        with pytest.raises(MismatchError):
+            client.all_reduce(np.ones(1 + client.rank, np.uint8), "max").wait()
 
-    at_both(clients, step)
+    at_all(clients, step)
     for client in clients:
         client.stop_timeline()
-    for rank in range(2):
-        found = events(directory / f"a%2Fjob-rank{rank}.json")
-        heads = [at for at, event in enumerate(found) if "bytes" in event.get("args", {})]
-        named = [found[at] for at in heads if not found[at]["args"]["job"].endswith("/named")]
-        assert [one["args"]["bytes"] for one in named] == [4, 4000, 4_000_000]
-        for at in heads:
-            names = [event["name"] for event in found[at + 1 : at + 5]]
-            assert names == ["queued", "sent", "waited", "received"]
-            assert sum(event["dur"] for event in found[at + 1 : at + 5]) == pytest.approx(
-                found[at]["dur"], abs=0.01
-            )
-            starts = [event["ts"] for event in found[at : at + 5]]
-            assert starts == sorted(starts)
-        if rank == 0:  # which the other one keeps waiting
-            assert max(found[at + 3]["dur"] for at in heads) >= 25_000
+        client.stop_timeline()  # again
+    paths = [directory / f"a%2Fjob-rank{rank}.json" for rank in range(2)]
+    shown = "".join(f"-- rank {at}\n{told(path)}" for at, path in enumerate(paths))
+    assert shown == (GOLDEN / "timeline.txt").read_text()
+    waited = [event["dur"] for event in events(paths[0]) if event["name"] == "waited"]
+    assert max(waited) >= 25_000, "the other one kept it waiting"
 
 
 def test_a_reducer_shows_whom_it_waited_for(job):
@@ -171,7 +196,7 @@ def test_a_reducer_shows_whom_it_waited_for(job):
                 time.sleep(0.2)  # on a busy machine the other one comes late, too
             client.all_reduce(np.ones(1000, np.float32)).wait()
 
-    at_both(clients, step)
+    at_all(clients, step)
     for client in clients:
         client.shutdown()
     (path,) = directory.glob("reducer-*.json")
@@ -186,58 +211,6 @@ def test_a_reducer_shows_whom_it_waited_for(job):
     assert len(late) >= 2
     assert {(its["first_rank"], its["last_rank"], its["chunks"]) for its in late} == {(0, 1, 1)}
     assert [one["name"] for one in events(path)].count("waited for rank 1") >= 2
-
-
-def test_named_tensors_show_how_long_they_were_negotiated(job):
-    clients, directory = job
-
-    def step(client):
-        works = [client.all_reduce(np.ones(9, np.float32), name=f"t{at}") for at in range(3)]
-        for work in works:
-            work.wait()
-
-    at_both(clients, step)
-    clients[0].stop_timeline()
-    found = events(directory / "a%2Fjob-rank0.json")
-    shown = [event for event in found if "tensors" in event.get("args", {})]
-    assert sorted(name for one in shown for name in one["args"]["tensors"]) == ["t0", "t1", "t2"]
-    assert [event["name"] for event in found].count("negotiated") == len(shown)
-    negotiation = [one for one in found if one.get("args", {}).get("job") == "a/job/named"]
-    assert any(one["name"].startswith("tensors ") for one in negotiation)
-
-
-def test_a_failure_is_shown(job):
-    clients, directory = job
-
-    def step(client):
-        with pytest.raises(MismatchError):
-            client.all_reduce(np.ones(1 + client.rank, np.float32)).wait()
-
-    at_both(clients, step)
-    clients[1].stop_timeline()
-    clients[1].stop_timeline()  # again
-    (failed,) = [
-        event
-        for event in events(directory / "a%2Fjob-rank1.json")
-        if "MismatchError" in event.get("args", {}).get("error", "")
-    ]
-    assert failed["args"]["bytes"] == 8
-
-
-def test_a_tensor_on_a_device_shows_its_copies(job, devices):
-    import torch  # noqa: PLC0415 (the fixture skips without it)
-
-    clients, directory = job
-    at_both(clients, lambda client: client.all_reduce(torch.ones(100)).wait())
-    clients[0].stop_timeline()
-    names = [event["name"] for event in events(directory / "a%2Fjob-rank0.json")]
-    at = names.index("copied from the device")
-    assert names[at - 1 : at + 3] == [
-        "all-reduce",
-        "copied from the device",
-        "reduced",
-        "copied to the device",
-    ]
 
 
 def test_what_came_before_a_timeline_is_not_on_it(tmp_path):
@@ -271,15 +244,6 @@ def test_what_the_disk_has_no_room_for_is_left_out(lines, tmp_path, monkeypatch)
     lines.slice("track", "after", (1.0, 2.0), {"text": "x" * 100})
     lines.close()
     assert [event["name"] for event in events(path)] == ["before"]
-
-
-def test_a_line_that_cannot_be_formatted_is_shown_by_logging(lines, capsys, monkeypatch):
-    mine, handler = logging.getLogger("tests.timeline"), LogEvents(lines, logging.WARNING)
-    monkeypatch.setattr(mine, "propagate", False)
-    mine.addHandler(handler)
-    mine.warning("%d", "no number")
-    mine.removeHandler(handler)
-    assert capsys.readouterr().err.count("Logging error") == 1
 
 
 def test_the_timeline_of_an_earlier_reducer_is_kept(tmp_path):
@@ -320,7 +284,7 @@ def files(job):
         for _ in range(30):
             client.all_reduce(np.ones(100, np.float32)).wait()
 
-    at_both(clients, step)
+    at_all(clients, step)
     for client in clients:
         client.shutdown()
     (reducer,) = directory.glob("reducer-*.json")
@@ -345,15 +309,19 @@ def test_clocks_are_found_from_the_messages(files, tmp_path):
     assert max(event["ts"] for event in merged) < 60e6
 
 
-def test_one_host_has_one_clock(files, tmp_path):
-    output = files[0].parent / "timeline.json"
-    (clock,), left_out = merge([files[0].parent], output)
+def test_one_host_has_one_clock_and_what_is_merged_already_is_left_out(files):
+    folder = files[0].parent
+    (clock,), left_out = merge([folder], folder / "one.json")
     assert left_out == []
     assert (clock.offset_us, clock.error_us) == (0.0, 0.0)
     assert described(clock).endswith("its clock is the one that all times are on")
-    first = events(output)
-    merge([files[0].parent], output)  # the output is not among what is read
-    assert events(output) == first
+    (folder / "empty.json").write_text("")
+    for output, others in (("one", []), ("two", ["one"])):  # the output is not among what is read
+        _, left_out = merge([folder], folder / f"{output}.json")
+        assert [said.partition(" is no timeline")[0] for said in left_out] == [
+            str(folder / f"{name}.json") for name in ("empty", *others)
+        ]
+    assert events(folder / "one.json") == events(folder / "two.json")
 
 
 def a_process(host, kind, begun_us=0.0, **about):
@@ -397,18 +365,6 @@ def test_ranks_are_known_by_the_numbers_of_their_membership():
     reducer.rounds[key] = Round(begun_us=110.0, complete_us=1150.0, done_us=1160.0, first_rank=1)
     # Ahead by 10 at most, as its contribution was the first one, and behind by 40 at most.
     assert align([rank, reducer])["reducer"] == Clock("reducer", 15.0, 25.0)
-
-
-def test_what_is_merged_already_is_left_out(files, tmp_path):
-    folder = files[0].parent
-    (folder / "empty.json").write_text("")
-    merge([folder], folder / "one.json")
-    _, left_out = merge([folder], folder / "two.json")
-    assert [said.partition(" is no timeline")[0] for said in left_out] == [
-        str(folder / "empty.json"),
-        str(folder / "one.json"),
-    ]
-    assert len(events(folder / "one.json")) == len(events(folder / "two.json"))
 
 
 def test_a_clock_is_described():
