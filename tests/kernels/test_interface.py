@@ -65,46 +65,50 @@ def test_buffers_are_released(variant):
     out.append(0)
 
 
-@pytest.mark.parametrize("dtype", [DType.INT8, DType.INT32, DType.INT64, DType.UINT8])
-def test_an_integer_mean_is_refused(variant, dtype):
-    with pytest.raises(ConfigError, match=rf"MEAN is not defined for {dtype.name}.*use SUM"):
-        variant.reduce([bytes(8)], bytearray(8), dtype, ReduceOp.MEAN)
+INTEGERS = (DType.INT8, DType.INT32, DType.INT64, DType.UINT8)
+BLOCKS = (DType.BLOCK8, DType.BLOCK8_E4M3)
+ODD = (None, 3, "text", np.zeros(16, np.uint8)[::2])
+CONFIG_ERRORS = [
+    *((f"MEAN is not defined for {its.name}.*use SUM", its, ReduceOp.MEAN) for its in INTEGERS),
+    *(
+        (f"{op.name} is not defined for {its.name}: only sums and", its, op)
+        for its in BLOCKS
+        for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+    ),
+    *(
+        ("unknown; use a DType and a ReduceOp", dtype, op)
+        for dtype, op in ((0, 1), (11, 1), (1, 0), (1, 6), (-1, 1), ("x", 1))
+    ),
+]
+PARTIAL = (DType.FLOAT32, DType.FLOAT64, DType.BFLOAT16, DType.INT64, DType.BLOCK8)
+PROTOCOL_ERRORS = [
+    ("at least one input", [], bytearray(8)),
+    *(
+        (f"input 1 has {nbytes} bytes where .* has 8", [bytes(8), bytes(nbytes)], bytearray(8))
+        for nbytes in (0, 4, 12)
+    ),
+    ("the output cannot be used as a buffer", [bytes(8)], bytes(8)),
+    *(("input 1 cannot be used as a buffer", [bytes(8), odd], bytearray(8)) for odd in ODD),
+    *(("the output cannot be used as a buffer", [bytes(8)], odd) for odd in ODD),
+]
 
 
-@pytest.mark.parametrize(("dtype", "op"), [(0, 1), (11, 1), (1, 0), (1, 6), (-1, 1), ("x", 1)])
-def test_an_unknown_code_is_refused(variant, dtype, op):
-    with pytest.raises(ConfigError, match="unknown; use a DType and a ReduceOp"):
-        variant.reduce([bytes(8)], bytearray(8), dtype, op)
+@pytest.mark.parametrize(("match", "dtype", "op"), CONFIG_ERRORS)
+def test_what_is_not_defined_is_refused(variant, match, dtype, op):
+    with pytest.raises(ConfigError, match=match):
+        variant.reduce([bytes(256)], bytearray(256), dtype, op)
 
 
-def test_no_input_is_refused(variant):
-    with pytest.raises(LocalProtocolError, match="at least one input"):
-        variant.reduce([], bytearray(8), DType.FLOAT32, ReduceOp.SUM)
+@pytest.mark.parametrize(("match", "inputs", "out"), PROTOCOL_ERRORS)
+def test_what_is_no_buffer_or_does_not_fit_is_refused(variant, match, inputs, out):
+    with pytest.raises(LocalProtocolError, match=match):
+        variant.reduce(inputs, out, DType.FLOAT32, ReduceOp.SUM)
 
 
-@pytest.mark.parametrize("length", [0, 4, 12])
-def test_unequal_lengths_are_refused(variant, length):
-    with pytest.raises(LocalProtocolError, match=f"input 1 has {length} bytes where .* has 8"):
-        variant.reduce([bytes(8), bytes(length)], bytearray(8), DType.FLOAT32, ReduceOp.SUM)
-
-
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64, DType.BFLOAT16, DType.INT64])
+@pytest.mark.parametrize("dtype", PARTIAL)
 def test_a_partial_element_is_refused(variant, dtype):
     with pytest.raises(LocalProtocolError, match=f"9 bytes are not a whole number of {dtype.name}"):
         variant.reduce([bytes(9)], bytearray(9), dtype, ReduceOp.SUM)
-
-
-def test_a_read_only_output_is_refused(variant):
-    with pytest.raises(LocalProtocolError, match="the output cannot be used as a buffer"):
-        variant.reduce([bytes(8)], bytes(8), DType.FLOAT32, ReduceOp.SUM)
-
-
-@pytest.mark.parametrize("odd", [None, 3, "text", np.zeros(16, np.uint8)[::2]])
-def test_what_is_no_buffer_is_refused(variant, odd):
-    with pytest.raises(LocalProtocolError, match="input 1 cannot be used as a buffer"):
-        variant.reduce([bytes(8), odd], bytearray(8), DType.FLOAT32, ReduceOp.SUM)
-    with pytest.raises(LocalProtocolError, match="the output cannot be used as a buffer"):
-        variant.reduce([bytes(8)], odd, DType.FLOAT32, ReduceOp.SUM)
 
 
 @pytest.mark.parametrize("shift", [1, 4, 7])

@@ -1,12 +1,9 @@
 """The oracle itself, against values worked out by hand and against other implementations."""
 
-from fractions import Fraction
-
 import ml_dtypes
 import numpy as np
 import pytest
 
-from reducer.kernels import plain
 from reducer.kernels.plain import PlainKernels
 from reducer.wire.constants import DType, ReduceOp
 
@@ -105,7 +102,7 @@ def test_by_hand(dtype, op, columns, expected):
 
 
 @pytest.mark.parametrize("dtype", QUIET_NAN)
-def test_nan_is_canonical(dtype):
+def test_nan_is_canonical_and_the_earlier_zero_stays(dtype):
     quiet = QUIET_NAN[dtype]
     infinity = quiet & ~(quiet & -quiet)  # the quiet bit is its lowest
     sign = 1 << (8 * dtype.itemsize - 1)
@@ -121,14 +118,8 @@ def test_nan_is_canonical(dtype):
     assert fold(dtype, ReduceOp.PRODUCT, infinity, 0) == quiet
     assert fold(dtype, ReduceOp.SUM, infinity, infinity) == infinity
     assert fold(dtype, ReduceOp.MEAN, infinity, infinity) == infinity
-
-
-@pytest.mark.parametrize("dtype", QUIET_NAN)
-@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
-def test_the_earlier_zero_stays(dtype, op):
-    minus = 1 << (8 * dtype.itemsize - 1)
-    assert fold(dtype, op, 0, minus) == 0
-    assert fold(dtype, op, minus, 0) == minus
+    for op in (ReduceOp.MIN, ReduceOp.MAX):  # of two zeros the earlier one stays
+        assert (fold(dtype, op, 0, sign), fold(dtype, op, sign, 0)) == (0, sign)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN)
@@ -160,21 +151,6 @@ def test_rounding_agrees_with_ml_dtypes_and_torch(dtype, op):
         assert (out[is_nan] == QUIET_NAN[dtype]).all()
         assert (out[~is_nan] == by_ml_dtypes[~is_nan]).all()
         assert (out[~is_nan] == by_torch[~is_nan]).all()
-
-
-@pytest.mark.parametrize("dtype", SIXTEEN)
-def test_rounding_is_to_nearest_even_by_exact_arithmetic(dtype):
-    """Between neighbouring 16-bit values: the middle goes to the even one."""
-    largest = 0x7BFF if dtype is DType.FLOAT16 else 0x7F7F
-    for low in (0, 1, 2, 0x3FE, 0x3FF, 0x400, 0x401, 0x3C00, 0x3C01, 0x4248, largest - 1):
-        values = np.array([low, low + 1], np.uint16).view(SIXTEEN[dtype]).astype(np.float32)
-        middle = (Fraction(float(values[0])) + Fraction(float(values[1]))) / 2
-        exact = np.float32(float(middle))
-        assert Fraction(float(exact)) == middle
-        below, above = np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(np.inf))
-        even = low + low % 2
-        rounded = plain._narrow(np.array([below, exact, above]), dtype).view(np.uint16)
-        assert rounded.tolist() == [low, even, low + 1]
 
 
 def test_blocks_do_not_show():

@@ -36,9 +36,9 @@ client.shutdown()
 """
 
 
-def outputs(world_size, **settings):
-    """What every rank prints."""
-    with ranks(environments(world_size, **settings), "-c", RANK) as job:
+def outputs(**settings):
+    """What each of two ranks prints."""
+    with ranks(environments(2, **settings), "-c", RANK) as job:
         return job.outputs(150)
 
 
@@ -51,18 +51,17 @@ def exposed():
     return {"REDUCTION_INTERFACE": there[0]}
 
 
-def test_strangers_are_refused_and_nothing_is_encrypted(exposed):
-    said = outputs(2, **exposed, REDUCTION_THREADS="2")
-    assert said == ["NULL NULL\nrefused: whose secret\n"] * 2
+def test_strangers_are_refused_on_one_machine():
+    assert outputs() == ["NULL NULL\nrefused: whose secret\n"] * 2
 
 
-def test_on_one_machine_too():
-    assert outputs(2) == ["NULL NULL\nrefused: whose secret\n"] * 2
-
-
-def test_everything_is_encrypted_if_asked_for(exposed):
-    said = outputs(2, **exposed, REDUCTION_THREADS="2", REDUCTION_ENCRYPT="1")
-    assert said == ["CURVE CURVE\nrefused: demands a key\n"] * 2
+@pytest.mark.parametrize(
+    ("encrypt", "mechanism", "why"),
+    [("0", "NULL", "whose secret"), ("1", "CURVE", "demands a key")],
+)
+def test_strangers_are_refused_and_all_is_encrypted_if_asked_for(exposed, encrypt, mechanism, why):
+    said = outputs(**exposed, REDUCTION_THREADS="2", REDUCTION_ENCRYPT=encrypt)
+    assert said == [f"{mechanism} {mechanism}\nrefused: {why}\n"] * 2
 
 
 def test_a_pool_encrypts_by_its_keys_alone():

@@ -161,24 +161,24 @@ def test_nothing_of_a_key_shows_by_accident(home):
     assert "secret" not in shown.replace("home", "")
 
 
-@pytest.mark.parametrize("name", ["pool.secret", "pool.public", "allowed"])
-def test_what_a_pool_lacks_is_named(home, name):
-    (home / "pool" / name).unlink()
-    said = rf"there is no {name} in {home}/pool \(REDUCTION_KEYS, or --keys .*run `reducer keygen"
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        *(("pool", name) for name in ("pool.secret", "pool.public", "allowed")),
+        *(("jobs/one", name) for name in ("job.secret", "pool.public", "job.name")),
+    ],
+)
+def test_what_a_pool_or_a_worker_lacks_is_named(home, folder, name):
+    where = home / folder
+    load = Keyring.load if folder == "pool" else worker_keys.load
+    if folder != "pool":
+        (where / name).write_text("nonsense!")
+        with pytest.raises(ConfigError, match=f"/{name} (holds no key|must hold)"):
+            load(where)
+    (where / name).unlink()
+    said = rf"there is no {name} in {where} \(REDUCTION_KEYS, or --keys .*run `reducer keygen"
     with pytest.raises(ConfigError, match=said):
-        Keyring.load(home / "pool")
-
-
-@pytest.mark.parametrize("name", ["job.secret", "pool.public", "job.name"])
-def test_what_a_worker_lacks_is_named(home, name):
-    (home / "jobs" / "one" / name).write_text("nonsense!")
-    with pytest.raises(ConfigError, match=f"/{name} (holds no key|must hold)"):
-        worker_keys.load(home / "jobs" / "one")
-    (home / "jobs" / "one" / name).unlink()
-    one = home / "jobs" / "one"
-    said = rf"there is no {name} in {one} \(REDUCTION_KEYS, or --keys .*run `reducer keygen"
-    with pytest.raises(ConfigError, match=said):
-        worker_keys.load(one)
+        load(where)
 
 
 def test_a_directory_that_is_not_there_is_named(home, monkeypatch):
@@ -188,13 +188,8 @@ def test_a_directory_that_is_not_there_is_named(home, monkeypatch):
             load(Path("nosuch"))
         with pytest.raises(ConfigError, match=rf"there is no \w+\.\w+ in {home} \(REDUCTION_KEYS"):
             load(Path())
-
-
-def test_the_directory_above_is_a_common_mistake(home):
-    with pytest.raises(ConfigError, match=r"give a pool .*/keys/pool, and a job's workers"):
-        Keyring.load(home)
-    with pytest.raises(ConfigError, match=r"give a pool .*/keys/pool, and a job's workers"):
-        worker_keys.load(home)
+        with pytest.raises(ConfigError, match=r"give a pool .*/keys/pool, and a job's workers"):
+            load(home)  # a common mistake
 
 
 @pytest.mark.parametrize(

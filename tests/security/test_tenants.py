@@ -1,4 +1,4 @@
-"""Jobs that break the rules beside one that keeps them."""
+"""Strangers at a reducer's port, and jobs that break the rules, beside one that keeps them."""
 
 from contextlib import ExitStack, closing, suppress
 
@@ -6,6 +6,7 @@ import pytest
 
 from hostile import company
 from hostile.intruder import JOB, TENANTS, WINDOW, Worker
+from hostile.zmtp import STRANGERS, dial
 from reducer.errors import CapacityError
 from reducer.wire.constants import MessageType
 from reducer.wire.messages import decode_error
@@ -15,6 +16,28 @@ from tests.waits import eventually
 
 CHUNK = 1 << 18
 OVERHEAD = 192 << 20  # of the process, its heap's unused parts, and what comes between two looks
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_are_shown_out(reducer, honest, kind):
+    before = reducer.files
+    with ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(STRANGERS[kind](reducer.address))
+        assert reduces(honest)
+        # They are still there: it is the reducer that closes them.
+        eventually(lambda: reducer.files <= before)
+    assert reduces(honest)
+
+
+def test_idle_connections_cost_nothing_but_themselves(reducer, honest):
+    before, resident = reducer.files, reducer.resident
+    with ExitStack() as stack:
+        for _ in range(200):
+            stack.enter_context(dial(reducer.address))
+        assert reduces(honest)
+        eventually(lambda: reducer.files <= before)
+    assert reducer.resident < resident + (32 << 20)
 
 
 def send(worker, chunk):
@@ -33,6 +56,7 @@ def test_another_job_is_served_all_the_same(reducer, honest, kind):
         with suppress(OSError):  # it was shown out before it was through
             TENANTS[kind](reducer.address)
         assert reduces(honest)
+        assert reducer.resident < (256 << 20) + OVERHEAD
     eventually(lambda: reducer.files <= before)
 
 
@@ -53,19 +77,6 @@ def test_who_has_keys_may_do_no_more(impl):
             assert reduces(clients)
             assert reducer.resident < (256 << 20) + OVERHEAD
         eventually(lambda: reducer.files <= before)
-
-
-def test_who_reads_no_results_is_dropped(reducer, honest):
-    with closing(Worker(reducer.address, "deaf", world_size=1, window=1 << 20)) as worker:
-        header, _ = worker.hear()
-        assert header.type is MessageType.WELCOME
-        before = reducer.files
-        chunk = 0
-        while send(worker, chunk):  # in the end nobody takes what it says
-            chunk += 1
-            assert reducer.resident < (256 << 20) + OVERHEAD
-        eventually(lambda: reducer.files < before)
-        assert reduces(honest)
 
 
 def test_greedy_workers_share_what_there_is(reducer, honest):

@@ -1,14 +1,14 @@
 """Clients that have joined scripted reducers."""
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 import zmq
 
 from reducer.runtime import plain_transport
 from tests.transport.guarded import PATIENCE, Post
-from tests.transport.scripted import CHUNK, HOST, MIB, Reducer
+from tests.transport.scripted import CHUNK, MIB, Reducer
 from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
@@ -27,18 +27,16 @@ def context():
 
 
 @pytest.fixture
-def joined(impl, context):
+def joined(impl):
     """Make a client of rank 0 of 2 that has joined some reducers."""
     with ExitStack() as stack:
 
-        def make(reducers=1, window=MIB, timeout_s=10.0, receive_limit=0, **more):
-            pool = [Reducer(context, receive_limit) for _ in range(reducers)]
-            for reducer in pool:
-                stack.callback(reducer.socket.close)
-            addresses = tuple(f"{HOST}:{reducer.port}" for reducer in pool)
+        def make(reducers=1, window=MIB, timeout_s=10.0, kind=Reducer, **more):
+            pool = [stack.enter_context(closing(kind())) for _ in range(reducers)]
+            addresses = tuple(reducer.address for reducer in pool)
             spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
+            composer = Composer(implementation.select(impl), timeout_s, 5.0)
             with ThreadPoolExecutor(1) as thread:
-                composer = Composer(implementation.select(impl), timeout_s, 5.0)
                 client = thread.submit(composer.client, spec)
                 for reducer in pool:
                     reducer.welcome()

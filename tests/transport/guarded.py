@@ -6,12 +6,12 @@ from contextlib import closing
 
 from hostile.intruder import Worker
 from hostile.lines import Bare
-from hostile.zmtp import GREETING, HANDSHAKE, dial
+from hostile.zmtp import GREETING, HANDSHAKE, dial, frame
 from reducer import kernels
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
 from reducer.runtime import implementation
-from reducer.runtime.guard import Guard
+from reducer.runtime.guard import STRANGER_BYTES, Guard
 from reducer.runtime.plain_transport import make_context
 from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
 from reducer.wire.header import Header
@@ -22,6 +22,8 @@ WAIT_S = 60.0
 PATIENCE = Patience(max_connections=1000, hello_s=10.0)
 M = MessageType
 MIB = 1 << 20
+PING = b"\4PING\0\0"
+FLOOD = frame(bytes(MIB))[: 2 * STRANGER_BYTES]  # more than a stranger may say
 
 
 class Post:
@@ -36,12 +38,10 @@ class Post:
         self.now = 0.0
         table = kernels.select(None)
         chosen = implementation.select(impl, table)
-        context = None
-        if chosen is implementation.PLAIN:
-            context = make_context(1)
+        context = make_context(1) if impl == "plain" else None
+        if context:
             stack.callback(context.destroy, linger=0)
-        make = chosen.transport
-        self.transport = make(f"tcp://{HOST}:0", context)
+        self.transport = chosen.transport(f"tcp://{HOST}:0", context)
         stack.callback(self.transport.close)
         self.engine = Engine(
             table,

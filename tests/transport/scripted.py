@@ -1,20 +1,27 @@
-"""A reducer that says what it is told to."""
+"""A reducer that speaks ZMTP by hand: it says what it is told to, and can stop anywhere."""
 
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import numpy as np
-import zmq
 
+from hostile.zmtp import COMMAND, GREETING, LONG, MORE, frame
 from reducer.errors import ReductionTimeout
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
+from tests.waits import eventually
+from worker_client.runtime.transport import Connected
 
 M = MessageType
 CHUNK = 64 << 10
 MIB = 1 << 20
 # Not 127.0.0.1: there workers of other tests look for reducers that are gone, whose ports are free.
 HOST = "127.0.0.2"
+READY = frame(b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0", COMMAND)
 
 
 class Heard(NamedTuple):
@@ -24,58 +31,137 @@ class Heard(NamedTuple):
     payload: np.ndarray | None
 
 
-def sockets_made(patch):
-    """Return a list that grows with libzmq's sockets."""
-    made, make = [], zmq.Context.socket
-
-    def note(context, *given, **how):
-        made.append(make(context, *given, **how))
-        return made[-1]
-
-    patch.setattr(zmq.Context, "socket", note)
-    return made
-
-
 class Reducer:
-    """A ROUTER socket that knows one worker and says what it is told to."""
+    """The reducer of one worker, which reads nothing but what a test asks for.
 
-    def __init__(self, context, receive_limit=0):
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.router_mandatory = True
-        if receive_limit:
-            self.socket.rcvhwm = 1
-            self.socket.rcvbuf = receive_limit
-        self.port = self.socket.bind_to_random_port(f"tcp://{HOST}")
-        self.worker = b""
+    Args:
+        receive_bytes: of the kernel's buffer, if the usual size is too large.
+        features: what it says of itself.
 
-    def hear(self, kind=None, within_s=5.0):
-        assert self.socket.poll(int(within_s * 1000)), f"no {kind and kind.name} came"
-        self.worker, *frames = self.socket.recv_multipart()
-        header = Header.unpack(frames[0])
-        assert kind in {None, header.type}
-        return Heard(header, np.frombuffer(frames[1], np.uint8) if len(frames) > 1 else None)
+    Attributes:
+        listener, peer: sockets; to the worker that has come last.
+        said, heard: bytes, over that connection.
+        before: bytes that were read already, to be parsed first.
+    """
 
-    def hears_nothing(self, for_s=0.1):
-        return not self.socket.poll(int(for_s * 1000))
+    before = b""
 
-    def say(self, *frames):
-        self.socket.send_multipart([self.worker, *frames])
+    def __init__(self, receive_bytes=0, features=0, port=0):
+        self._open = ExitStack()
+        self.listener = self._open.enter_context(socket.create_server((HOST, port)))
+        if receive_bytes:
+            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.address = f"{HOST}:{self.listener.getsockname()[1]}"
+        self._features = features
+
+    def close(self):
+        self._open.close()
+
+    def accept(self):
+        """Take the next connection, and say our part of the handshake."""
+        self.listener.settimeout(5)
+        self.peer = self._open.enter_context(self.listener.accept()[0])
+        self.peer.settimeout(5)
+        self.said = self.heard = 0
+        self.send(GREETING + READY)
+        self.read(len(GREETING))
 
     def welcome(self):
+        """Take the next connection, and have its worker join."""
+        self.accept()
         hello = self.hear(M.HELLO)
         answer = Header(M.WELCOME, window=hello.header.window)
-        self.say(answer.pack(), encode(Welcome(incarnation="1")))
+        self.say(answer, encode(Welcome("1", ticket="a" * 32, features=self._features)))
+
+    def read(self, nbytes):
+        data, self.before = self.before[:nbytes], self.before[nbytes:]
+        while len(data) < nbytes:
+            part = self.peer.recv(nbytes - len(data))
+            assert part, "the worker has hung up"
+            self.heard += len(part)
+            data += part
+        return data
+
+    def _frame(self):
+        flags, size = self.read(2)
+        if flags & LONG:
+            (size,) = struct.unpack(">Q", bytes([size]) + self.read(7))
+        return flags, self.read(size)
+
+    def hear(self, kind=None):
+        """Return the next message, which is to be of a kind; heartbeats are not answered."""
+        flags, body = self._frame()
+        while flags & COMMAND:
+            flags, body = self._frame()
+        payload = np.frombuffer(self._frame()[1], np.uint8) if flags & MORE else None
+        heard = Heard(Header.unpack(body), payload)
+        assert kind in {None, heard.header.type}
+        return heard
+
+    def hear_chunks(self, number):
+        return [self.hear(M.CONTRIBUTION) for _ in range(number)]
+
+    def hears_nothing(self, for_s=0.1):
+        self.peer.settimeout(for_s)
+        try:
+            self.hear()
+        except TimeoutError:
+            return True
+        finally:
+            self.peer.settimeout(5)
+        return False
+
+    def send(self, data):
+        self.said += len(data)
+        self.peer.sendall(data)
+
+    def say(self, header, payload=None):
+        self.send(message(header, payload))
 
     def answer(self, heard, **change):
-        """Say what comes out: every byte of the contribution plus one."""
-        header = heard.header._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
-        payload = change.pop("payload", heard.payload + np.uint8(1))
-        self.say(header._replace(**change).pack(), payload)
+        self.send(result(heard, **change))
+
+    def serve(self, chunks):
+        """Answer so many contributions in order."""
+        for _ in range(chunks):
+            self.answer(self.hear(M.CONTRIBUTION))
 
     def fail(self, sequence):
         body = encode_error(ReductionTimeout("too late", missing=(1,)))
-        self.say(Header(M.ERROR, sequence=sequence).pack(), body)
+        self.say(Header(M.ERROR, sequence=sequence), body)
+
+
+def meet(transport, *reducers):
+    """Have reducers accept a worker's transport that has no client, and nothing else happen."""
+    reached = []
+
+    def has_reached_all():
+        transport.wait(0.1)
+        reached.extend(transport.events())
+        return len(reached) == len(reducers)
+
+    with ThreadPoolExecutor(len(reducers)) as threads:
+        accepted = threads.map(Reducer.accept, reducers)
+        eventually(has_reached_all)
+        list(accepted)
+    assert set(reached) == {Connected(link) for link in range(len(reducers))}
+
+
+def message(header, payload=None):
+    if payload is None:
+        return frame(header.pack())
+    return frame(header.pack(), MORE) + frame(bytes(payload))
+
+
+def result(heard, payload=None, **change):
+    """What comes out of a contribution: every byte plus one."""
+    header = heard.header._replace(type=M.RESULT, rank=0, watermark=0, since=0, history=0)
+    return message(header._replace(**change), comes(heard.payload) if payload is None else payload)
+
+
+def comes(data):
+    """What comes out where such bytes went in."""
+    return data + np.uint8(1)
 
 
 def ramp(nbytes):

@@ -3,7 +3,7 @@
 import ctypes
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 import psutil
 import pytest
@@ -11,10 +11,10 @@ import zmq
 
 from reducer import tcp_connections
 from reducer.runtime.plain_transport import PlainTransport, make_context
-from reducer.wire.constants import HEADER_BYTES
-from tests.transport.scripted import sockets_made
-
-Pair = tuple[socket.socket, socket.socket]
+from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MessageType
+from reducer.wire.header import Header
+from worker_client.protocol.plain_flight import PlainFlight
+from worker_client.runtime import plain_transport as workers
 
 
 @pytest.fixture
@@ -106,17 +106,41 @@ def test_what_is_no_connection_is_none(tmp_path):
     assert psutil.Process().num_fds() < before + 50, "each of them kept one"
 
 
+def options(patch, kind, make, *names):
+    """What libzmq is told of the only socket of a kind that a transport makes."""
+    made, socket_ = [], zmq.Context.socket
+
+    def note(context, *given, **how):
+        made.append(socket_(context, *given, **how))
+        return made[-1]
+
+    patch.setattr(zmq.Context, "socket", note)
+    with closing(make()):
+        (only,) = (one for one in made if one.type == kind)
+        return [only.getsockopt(name) for name in names]
+
+
 def test_libzmq_is_told_the_limits(monkeypatch):
-    made = sockets_made(monkeypatch)
+    limits = {"max_chunk_bytes": 1 << 20, "handshake_s": 0.25}
     context = make_context(1)
-    transport = PlainTransport(
-        "tcp://127.0.0.1:0", context, max_chunk_bytes=1 << 20, handshake_s=0.25
+    told = options(
+        monkeypatch,
+        zmq.ROUTER,
+        lambda: PlainTransport("tcp://127.0.0.1:0", context, **limits),
+        *(zmq.MAXMSGSIZE, zmq.HANDSHAKE_IVL),
     )
-    (socket_,) = (one for one in made if one.type == zmq.ROUTER)
-    assert socket_.getsockopt(zmq.MAXMSGSIZE) == (1 << 20) + HEADER_BYTES
-    assert socket_.getsockopt(zmq.HANDSHAKE_IVL) == 250
-    transport.close()
     context.destroy()
+    assert told == [(1 << 20) + HEADER_BYTES, 250]
+
+
+def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(monkeypatch):
+    def make():
+        transport = workers.PlainTransport(PlainFlight(Header(MessageType.HELLO)), io_threads=1)
+        transport.connect("127.0.0.1:1")
+        return transport
+
+    told = options(monkeypatch, zmq.DEALER, make, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL)
+    assert told == [LONGEST_PATIENCE_MS, 0]
 
 
 def test_the_numbers_of_peers_do_not_begin_alike():

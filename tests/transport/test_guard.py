@@ -17,7 +17,7 @@ from reducer.runtime.guard import FAREWELL_S, STRANGERS_PER_LOOK
 from reducer.runtime.plain_transport import LATE_LOOKS
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
-from tests.transport.guarded import MIB, PATIENCE, WAIT_S, M, answer, ended, rounds
+from tests.transport.guarded import FLOOD, MIB, PATIENCE, WAIT_S, M, answer, ended, rounds
 from tests.waits import within_s
 
 # -- strangers --------------------------------------------------------------------------------
@@ -86,20 +86,14 @@ def test_who_was_a_member_is_a_stranger(post):
     post.until(lambda: post.closed == 1)
 
 
-def test_who_says_more_than_a_hello_is_shown_out(post):
-    modest, peer = post.stranger(), post.stranger()
+def test_each_of_many_that_say_more_than_a_hello_is_shown_out(post):
+    modest, *peers = [post.stranger() for _ in range(2 * STRANGERS_PER_LOOK + 10)]
     modest.sendall(frame(bytes(96), MORE) + frame(bytes(12 << 10))[: guards.STRANGER_BYTES // 2])
-    peer.sendall(frame(bytes(1 << 20))[: 2 * guards.STRANGER_BYTES])
-    post.until(lambda: ended(peer))
+    for peer in peers:
+        peer.sendall(FLOOD)
+    post.until(lambda: all(map(ended, peers)))
     rounds(post)
     assert not ended(modest)
-
-
-def test_each_of_many_strangers_is_looked_at_in_turn(post):
-    peers = [post.stranger() for _ in range(2 * STRANGERS_PER_LOOK + 10)]
-    for peer in peers:
-        peer.sendall(frame(bytes(1 << 20))[: 2 * guards.STRANGER_BYTES])
-    post.until(lambda: all(map(ended, peers)))
 
 
 @pytest.mark.parametrize("post", [Patience(3, 10.0)], indirect=True)
@@ -209,25 +203,21 @@ def test_the_guard_looks_more_often_while_there_is_reason(post):
 # -- those that were dropped ------------------------------------------------------------------
 
 
-def test_who_was_dropped_may_read_why(post):
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_who_was_dropped_may_read_why_unless_it_goes_on(post, goes_on):
     worker = post.member("job")
     worker.say(b"no header")
     post.until(lambda: post.members == {})
-    assert "header" in str(decode_error(answer(worker, M.ERROR)))
-    post.now += FAREWELL_S - 0.1
-    rounds(post)
-    assert not ended(worker.line.connection)
-    post.now += 0.2
+    if goes_on:
+        worker.line.connection.sendall(FLOOD)
+    else:
+        assert "header" in str(decode_error(answer(worker, M.ERROR)))
+        post.now += FAREWELL_S - 0.1
+        rounds(post)
+        assert not ended(worker.line.connection)
+        post.now += 0.2
     post.until(lambda: ended(worker.line.connection))
-    assert post.closed == 1
-
-
-def test_who_was_dropped_and_goes_on_is_closed_at_once(post):
-    worker = post.member("job")
-    worker.say(b"no header")
-    post.until(lambda: post.members == {})
-    worker.line.connection.sendall(frame(bytes(2 * guards.STRANGER_BYTES)))
-    post.until(lambda: ended(worker.line.connection))
+    assert post.closed == 1 or goes_on
 
 
 def test_nothing_is_remembered_of_who_has_gone(post):

@@ -14,7 +14,7 @@ from reducer.runtime.guard import STUCK_LOOKS
 from reducer.runtime.plain_transport import PlainLine
 from reducer.tcp_connections import Traffic
 from tests import inside
-from tests.transport.guarded import MIB, WAIT_S, M, answer, ended, rounds
+from tests.transport.guarded import FLOOD, MIB, PING, WAIT_S, M, answer, ended, rounds
 from tests.waits import eventually
 
 
@@ -78,13 +78,23 @@ def test_what_waits_of_honest_members_is_no_offence(post):
 
 
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
-@pytest.mark.parametrize("begins", [[], [96], [96, 10]], ids=["at once", "payload", "third frame"])
-def test_a_frame_where_none_may_be_ends_the_connection(post, begins):
+@pytest.mark.parametrize(
+    ("begins", "wrong"),
+    [
+        ([], frame(bytes(1 << 16), MORE)[:100]),
+        ([96], frame(bytes(8 * MIB), MORE)[:100]),
+        ([96, 10], frame(bytes(1 << 16), MORE)[:100]),
+        ([0] * 10, frame(b"", MORE) * 10),
+    ],
+    ids=["at once", "payload", "third frame", "without an end"],
+)
+def test_a_frame_where_none_may_be_ends_the_connection(post, begins, wrong):
     worker = post.member("job", window=64 * MIB)
     for nbytes in begins:
         worker.line.connection.sendall(frame(bytes(nbytes), MORE))
-    size = 8 * MIB if begins == [96] else 1 << 16
-    worker.line.connection.sendall(frame(bytes(size), MORE)[:100])
+    rounds(post)
+    assert not ended(worker.line.connection)
+    worker.line.connection.sendall(wrong)
     post.until(lambda: ended(worker.line.connection))
     assert post.guard.connections == 0
 
@@ -101,18 +111,15 @@ def test_a_message_without_an_end_is_found_out(post):
     assert post.engine.counters.dropped == 1
 
 
-def test_who_is_taken_from_is_not_stuck():
-    connection = guards.Connection(line(), 0.0, 0.0)
+def test_who_is_stuck():
+    connection = guards.Connection(PlainLine(0, ()), 0.0, 0.0)
     assert not any(connection.is_stuck(3, float(now), endless=False) for now in range(100))
     found = [
         connection.is_stuck(3, float(at), endless=endless)
         for at, endless in enumerate((True, False, True, True, True), 100)
     ]
-    assert found == [False, False, False, False, True]
-
-
-def test_looks_in_no_time_do_not_make_anybody_stuck():
-    connection = guards.Connection(line(), 0.0, 0.0)
+    assert found == [False, False, False, False, True], "who is taken from is not"
+    connection = guards.Connection(PlainLine(0, ()), 0.0, 0.0)  # nor anybody by looks in no time
     times = [0.0] * 50 + [guards.STUCK_S / 2] * 50 + [guards.STUCK_S]
     assert [connection.is_stuck(3, at, endless=True) for at in times] == [False] * 100 + [True]
 
@@ -149,7 +156,7 @@ def test_a_connection_that_gets_the_descriptor_of_a_broken_one_is_another(post):
     rounds(post)
     assert post.members == {"job": 1, "job 2": 1}, "it may come back"
     assert not post.engine.counters.dropped
-    peer.sendall(frame(bytes(1 << 20))[: 2 * guards.STRANGER_BYTES])
+    peer.sendall(FLOOD)
     post.until(lambda: ended(peer))
 
 
@@ -189,15 +196,12 @@ def test_heartbeats_that_were_not_sent_are_not_saved_up(post):
     post.until(lambda: post.members == {})
 
 
-def test_heartbeats_are_allowed_however_often_the_guard_looks():
-    looked_at = line()
+def test_heartbeats_are_allowed_and_no_credit():
+    looked_at = PlainLine(0, ())
     for look in range(10_000):
         load = looked_at.weigh(Traffic(look // 2, 0), 0, 0, look / 1000)  # 500 bytes a second
-    assert load.unread <= 1
-
-
-def test_what_libzmq_says_of_its_own_is_no_credit_for_results():
-    looked_at = line()
+    assert load.unread <= 1, "however often the guard looks"
+    looked_at = PlainLine(0, ())
     for at in range(100):  # the peer reads everything, and libzmq's heartbeats as well
         passed = Traffic(1000 * at, 1000 * at + 100 * at)
         load = looked_at.weigh(passed, 1000 * at, 1000 * at, float(at))
@@ -224,14 +228,6 @@ def test_members_of_many_jobs_have_their_turns(post, monkeypatch):
     assert len(set(looked)) == 6
 
 
-def test_a_long_message_may_take_its_time(post):
-    worker = post.member("job", window=64 * MIB)
-    whole = frame(worker.common.pack(), MORE) + frame(bytes(MIB))
-    worker.line.connection.sendall(whole[: MIB // 2])
-    rounds(post, 2 * STUCK_LOOKS)
-    assert post.members == {"job": 1}
-
-
 @pytest.mark.parametrize(
     ("impl", "at_once", "stays"),
     [("plain", False, True), ("plain", True, False), ("compiled", True, True)],
@@ -242,7 +238,7 @@ def test_heartbeats_count_only_if_they_are_held(post, *, at_once, stays):
     worker = post.member("job", patience_ms=60_000)  # the clock is ahead of what is sent
     (job,) = post.engine.jobs
     job.reserved = 0
-    ping = frame(b"\x04PING\0\0", COMMAND)
+    ping = frame(PING, COMMAND)
     number = 2 * guards.SLACK_BYTES // len(ping)
     for _ in range(100):
         if not at_once:
@@ -282,7 +278,7 @@ def test_heartbeats_do_not_stand_for_the_rest_of_a_message(post, begins):
         worker.line.connection.sendall(header + frame(bytes(MIB), MORE))
     for _ in range(20):
         if not silent(post):
-            worker.line.connection.sendall(frame(b"\x04PING\0\0", COMMAND))
+            worker.line.connection.sendall(frame(PING, COMMAND))
         rounds(post, 2)
         post.now += 0.1
     assert silent(post) == ["job"] * (begins != "not")
@@ -296,6 +292,8 @@ def test_a_message_may_come_slowly(post):
         rounds(post, 2)
         post.now += 0.1
     assert silent(post) == []
+    rounds(post, 2 * STUCK_LOOKS)
+    assert post.members == {"job": 1}
 
 
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
@@ -311,16 +309,6 @@ def test_what_waits_to_be_read_was_heard(post):
     assert connection.line.load(None, 30.0).silent_s > 0
 
 
-@pytest.mark.parametrize("impl", ["compiled"], indirect=True)
-def test_frames_without_an_end_end_a_connection(post):
-    worker = post.member("job")
-    worker.line.connection.sendall(frame(b"", MORE) * 10)
-    rounds(post)
-    assert not ended(worker.line.connection)
-    worker.line.connection.sendall(frame(b"", MORE) * 10)
-    post.until(lambda: ended(worker.line.connection))
-
-
 def test_a_reducer_that_did_not_run_has_missed_nobody(post):
     post.member("job", patience_ms=500)
     rounds(post, 2)
@@ -333,11 +321,6 @@ def test_a_reducer_that_did_not_run_has_missed_nobody(post):
     assert silent(post) == []
     post.now += 0.1
     post.until(lambda: silent(post) == ["job"])
-
-
-def line():
-    """What the kernel could tell of, if it were there."""
-    return PlainLine(0, ())
 
 
 def descriptors(post):

@@ -3,21 +3,19 @@
 import socket
 import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 
 import pytest
 
-from hostile.zmtp import COMMAND, GREETING, frame
+from hostile.zmtp import COMMAND, frame
 from reducer.wire.header import Header
-from tests.transport.guarded import M
+from tests.transport.guarded import PING
+from tests.transport.scripted import M, Reducer, meet
 from tests.waits import eventually, within_s
 from worker_client.protocol.spec import Heartbeats
 from worker_client.runtime import implementation
-from worker_client.runtime.transport import Connected
 
 BUSY_S = 1.1  # of a program that holds the GIL, say; longer than the patience of most peers
-ROUTER = b"\x05READY\x0bSocket-Type\0\0\0\x06ROUTER\x08Identity\0\0\0\0"
-PING = b"\4PING\0\0"
 
 
 @pytest.fixture(params=["compiled"])
@@ -41,29 +39,23 @@ def connected():
     """A worker's transport, and the reducer's end of its connection."""
     chosen = implementation.select("compiled")
     flight = chosen.flight(Header(M.HELLO))
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        transport = chosen.transport(flight, 1, heartbeats=Heartbeats(0.1, 60.0))
-        stack.callback(transport.close)
+    made = chosen.transport(flight, 1, heartbeats=Heartbeats(0.1, 60.0))
+    with closing(made) as transport, closing(Reducer()) as reducer:
         flight.add_link(1 << 30, keep=False)
-        transport.connect(f"127.0.0.1:{listener.getsockname()[1]}")
-        peer = stack.enter_context(listener.accept()[0])
-        peer.sendall(GREETING + frame(ROUTER, COMMAND))
-
-        def reached():
-            transport.wait(0.1)
-            return Connected(0) in transport.events()
-
-        eventually(reached)
+        transport.connect(reducer.address)
+        meet(transport, reducer)
         transport.wait(0)
-        yield transport, peer
+        yield transport, reducer.peer
 
 
-def test_a_worker_is_heard_while_nobody_runs_its_loop(connected):
-    _, peer = connected
-    unread(peer)
+def test_each_is_heard_while_nobody_runs_its_loop(connected, post):
+    """A worker, and a reducer."""
+    (_, reducers_end), workers_end = connected, post.stranger()
+    unread(reducers_end)
+    unread(workers_end)
     time.sleep(BUSY_S)
-    assert unread(peer).count(PING) >= 5
+    assert unread(reducers_end).count(PING) >= 5
+    assert unread(workers_end).count(PING) >= 3
 
 
 def test_a_worker_with_much_to_send_is_heard_while_nobody_runs_its_loop(connected):
@@ -73,13 +65,6 @@ def test_a_worker_with_much_to_send_is_heard_while_nobody_runs_its_loop(connecte
     for _ in range(5):
         assert unread(peer), "the kernel has room, and nobody has given it more"
         time.sleep(BUSY_S / 5)
-
-
-def test_a_reducer_is_heard_while_nobody_runs_its_loop(post):
-    peer = post.stranger()
-    unread(peer)
-    time.sleep(BUSY_S)
-    assert unread(peer).count(PING) >= 3
 
 
 def test_each_of_many_is_heard_while_nobody_runs_the_loop(post):

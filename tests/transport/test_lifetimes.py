@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reducer import config, kernels, server
+from reducer import kernels
 from reducer.engine.engine import Engine
 from reducer.runtime import implementation as reducers
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
+from tests.conftest import reducer_here
 from tests.transport.scripted import MIB
 from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
@@ -35,23 +35,21 @@ CONNECTIONS = 100  # the table of them grows four times
 
 def beside(act, meanwhile):
     """Do one thing in a thread, and another one again and again until that is done."""
-    thread = threading.Thread(target=act)
-    thread.start()
-    while thread.is_alive():
-        meanwhile()
-    thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        doing = thread.submit(act)
+        while not doing.done():
+            meanwhile()
+    return doing.result()
 
 
 def test_a_connection_is_looked_up_while_others_come():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         sockets = reducer_loop.Sockets(listener.fileno())
-        met = []
-
-        def meet():
-            met.extend(sockets.meet() for _ in range(CONNECTIONS))
-
-        beside(meet, lambda: sockets.is_suspended(1) or sockets.load(1))
+        met = beside(
+            lambda: [sockets.meet() for _ in range(CONNECTIONS)],
+            lambda: sockets.is_suspended(1) or sockets.load(1),
+        )
         assert len(met) == CONNECTIONS
         sockets.end(0)
 
@@ -109,11 +107,8 @@ def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
 
 
 def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process():
-    settings = config.load(bind="tcp://127.0.0.1:0", impl="compiled", threads=2)
     with ExitStack() as stack:
-        hosted = server.Server(settings)
-        hosted.start()
-        stack.callback(hosted.stop)
+        hosted = stack.enter_context(reducer_here(impl="compiled", threads=2))
         composer = Composer(workers.select("compiled"), 20.0, 20.0, context=hosted.context)
         ranks = stack.enter_context(ThreadPoolExecutor(2))
 

@@ -5,13 +5,14 @@ import select
 import socket
 import sys
 import termios
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
 from reducer.wire.constants import HEADER_BYTES, DType, ReduceOp
 from reducer.wire.header import Header
-from tests.transport.by_hand import Reducer, message, result
-from tests.transport.scripted import CHUNK, M
+from tests.transport.scripted import CHUNK, M, Reducer, result
 from tests.waits import eventually
 from tests.worker_client.flights import opened, submit
 from worker_client.protocol.flight import LinkShard
@@ -32,12 +33,13 @@ class Worker:
         self._socket = socket.create_connection(reducer.listener.getsockname())
         self._socket.setblocking(False)
         self._loop.open(0, self._socket.fileno(), None)
-        reducer.accept()
-        while not self._loop.connected(0):
-            self._loop.run(1000)
-            while self._loop.change() is not None:
-                continue
-        reducer.hear_greeting()
+        with ThreadPoolExecutor(1) as thread:
+            accepted = thread.submit(reducer.accept)
+            while not self._loop.connected(0):
+                self._loop.run(1000)
+                while self._loop.change() is not None:
+                    continue
+            accepted.result()
 
     def close(self):
         self._loop.end(0)
@@ -52,13 +54,13 @@ class Worker:
         """Send what the window has room for; return those contributions."""
         self._loop.refill()
         self._loop.run(0)
-        return [self._reducer.hear(M.CONTRIBUTION)[0] for _ in range(sends)]
+        return self._reducer.hear_chunks(sends)
 
     def hear(self, *contributions):
         """Whether the poll tells of the results of these, once they have all come."""
-        said = b"".join(result(one, bytes(CHUNK)) for one in contributions)
+        said = b"".join(map(result, contributions))
         come = unread(self._socket) + len(said)
-        self._reducer.peer.sendall(said)
+        self._reducer.send(said)
         eventually(lambda: unread(self._socket) == come)
         return self.readable
 
@@ -71,18 +73,19 @@ class Worker:
 
     def take(self, contribution):
         """Read its result, and wait for others."""
-        while self._flight.expects(0, contribution.sequence, contribution.offset):
+        header = contribution.header
+        while self._flight.expects(0, header.sequence, header.offset):
             self._loop.run(1)
             self._loop.news()
 
-    def fail(self, sequence):
-        """End an all-reduce before all of its results have come."""
-        self._loop.detach(sequence)
-        self._flight.end(sequence)
+    def fail(self, contribution):
+        """End its all-reduce before all of the results have come."""
+        self._loop.detach(contribution.header.sequence)
+        self._flight.end(contribution.header.sequence)
 
     def hear_an_error(self):
         """Have the reducer send one; return the message."""
-        self._reducer.peer.sendall(message(Header(M.ERROR), b"{}"))
+        self._reducer.say(Header(M.ERROR), b"{}")
         heard = []
 
         def comes():
@@ -101,38 +104,25 @@ def unread(connection):
 
 @pytest.fixture
 def worker():
-    reducer = Reducer()
-    made = Worker(reducer)
-    yield made
-    made.close()
-    reducer.close()
+    with closing(Reducer()) as reducer, closing(Worker(reducer)) as made:
+        yield made
 
 
-def test_several_results_of_a_long_buffer_are_told_of_at_once(worker):
-    worker.submit(40)
+@pytest.mark.parametrize(
+    ("submitted", "told"),
+    [
+        ([40], [False, False, True]),  # several of a long buffer at once
+        ([3, 40], [True]),  # the last ones of a call wait for none of the next
+        ([IN_FLIGHT], [True]),  # of a short buffer each
+    ],
+)
+def test_with_which_result_the_poll_tells_of_them(worker, submitted, told):
+    for chunks in submitted:
+        worker.submit(chunks)
     first, *others = worker.refill(IN_FLIGHT)
     assert worker.hear(first)
     worker.take(first)
-    assert not worker.hear(others[0])
-    assert not worker.hear(others[1])
-    assert worker.hear(others[2])
-
-
-def test_the_last_results_of_a_call_wait_for_none_of_the_next(worker):
-    worker.submit(3)
-    worker.submit(40)
-    first, *others = worker.refill(IN_FLIGHT)
-    assert worker.hear(first)
-    worker.take(first)
-    assert worker.hear(others[0])
-
-
-def test_a_short_buffer_is_told_of_with_every_result(worker):
-    worker.submit(IN_FLIGHT)
-    first, *others = worker.refill(IN_FLIGHT)
-    assert worker.hear(first)
-    worker.take(first)
-    assert worker.hear(others[0])
+    assert [worker.hear(other) for other, _ in zip(others, told, strict=False)] == told
 
 
 def test_a_short_message_waits_for_no_results_for_ever(worker):
@@ -152,5 +142,5 @@ def test_results_of_a_call_that_has_failed_are_awaited_no_more(worker):
     assert worker.hear(first)
     worker.take(first)
     assert not worker.hear(second)
-    worker.fail(first.sequence)
+    worker.fail(first)
     assert worker.readable

@@ -2,43 +2,34 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-import zmq
 
 from reducer.errors import LocalProtocolError, ReducerLostError, ReductionTimeout
-from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.constants import HEADER_BYTES, DType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.words import number
-from tests.transport.scripted import CHUNK, MIB, M, ramp
-from tests.waits import within_s
+from tests.transport.scripted import CHUNK, MIB, M, Reducer, comes, meet, ramp, result
+from tests.waits import eventually, within_s
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import Heartbeats
 from worker_client.runtime import implementation
-from worker_client.runtime.transport import Completed, Connected, Transport
-from worker_client.work import Work
+from worker_client.runtime.transport import Completed, Transport
 
 # -- whose memory it is ---------------------------------------------------------------------------
 
 
-class Stalled(NamedTuple):
-    """An all-reduce whose messages lie in its buffer, because the reducer reads nothing."""
-
-    data: np.ndarray
-    work: Work
-    ended: threading.Event
-
-
 @pytest.fixture
 def stalled(joined):
-    """A client, a reducer that does not read, and an all-reduce that cannot leave."""
+    """A client, a reducer that does not read, and an all-reduce that cannot leave its buffer."""
     # Who does not read answers no heartbeats.
-    patient = Heartbeats(patience_s=60.0)
-    client, (reducer,) = joined(window=64 * MIB, receive_limit=1 << 16, heartbeats=patient)
+    patient = {"window": 64 * MIB, "heartbeats": Heartbeats(patience_s=60.0)}
+    client, (reducer,) = joined(kind=lambda: Reducer(receive_bytes=1 << 16), **patient)
     data = ramp(48 * MIB)
     work = client.all_reduce(data, op="max")
     ended = threading.Event()
@@ -49,58 +40,120 @@ def stalled(joined):
 
     work.future().add_done_callback(overwrite)
     time.sleep(0.1)  # until all buffers in between are full
-    return client, reducer, Stalled(data, work, ended)
+    return client, reducer, data, work, ended
 
 
-def test_a_failed_buffer_is_given_back_at_once(stalled):
-    """What has yet to leave of it was copied before."""
-    _, reducer, (data, work, ended) = stalled
-    reducer.fail(number(0))
-    assert ended.wait(1), "the error waits until the reducer reads"
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_buffer_is_given_back_whole_at_once(stalled, fails):
+    """What has yet to leave of it was copied before: if it fails, or results come early.
+
+    As where another rank has told the reducer what came out.
+    """
+    _, reducer, data, work, ended = stalled
     seen = 0
+    if fails:
+        reducer.fail(number(0))
+    else:
+        first, results, seen = reducer.hear(M.CONTRIBUTION), comes(data), CHUNK
+        for at in range(0, len(data), CHUNK):
+            reducer.answer(first, offset=at, payload=results[at : at + CHUNK])
+    assert ended.wait(1 if fails else 20), "that waits until the reducer reads"
     while seen < len(data):
-        _, *frames = reducer.socket.recv_multipart(copy=False)
-        assert Header.unpack(frames[0].buffer).offset == seen
-        payload = np.frombuffer(frames[1].buffer, np.uint8)
-        assert payload.max() < 255, "what the caller wrote later has left"
-        seen += len(payload)
-    with pytest.raises(ReductionTimeout):
-        work.wait(0)
-
-
-def test_a_buffer_whose_results_come_early_is_given_back_whole(stalled):
-    """As where another rank has told the reducer what came out."""
-    _, reducer, (data, work, ended) = stalled
-    first = reducer.hear(M.CONTRIBUTION)
-    results = data + np.uint8(1)
-    for at in range(0, len(data), CHUNK):
-        reducer.answer(first, offset=at, payload=results[at : at + CHUNK])
-    assert ended.wait(20)
-    assert work.wait(0) is not None
-    seen = CHUNK
-    while seen < len(data):
-        _, *frames = reducer.socket.recv_multipart(copy=False)
-        payload = np.frombuffer(frames[1].buffer, np.uint8)
-        assert payload.max() < 255, "what the caller wrote later has left"
-        seen += len(payload)
+        heard = reducer.hear(M.CONTRIBUTION)
+        assert heard.header.offset == seen
+        assert heard.payload.max() < 255, "what the caller wrote later has left"
+        seen += len(heard.payload)
+    if fails:
+        with pytest.raises(ReductionTimeout):
+            work.wait(0)
+    else:
+        assert work.wait(0) is not None
 
 
 def test_a_broken_connection_reads_no_buffer(stalled):
-    _, reducer, (_, work, ended) = stalled
-    reducer.socket.close()
+    _, reducer, _, work, ended = stalled
+    reducer.close()
     assert ended.wait(5)
     with pytest.raises(ReducerLostError):
         work.wait(0)
 
 
 def test_shutting_down_gives_every_buffer_back(stalled):
-    client, _, (_, work, ended) = stalled
+    client, _, _, work, ended = stalled
     start = time.monotonic()
     client.shutdown()
     assert ended.is_set()
     within_s(3.0, start)
     with pytest.raises(LocalProtocolError):
         work.wait(0)
+
+
+# -- results that are read straight into the caller's buffer --------------------------------------
+
+HOSTED, POOL = {0: 1}, {}  # rank 1 hosts the only reducer, or nobody does
+compiled = pytest.mark.parametrize("impl", ["compiled"])
+
+
+@pytest.fixture(params=[HOSTED, POOL], ids=["hosted", "of a pool"])
+def both(joined, request):
+    """A compiled client, and its only reducer."""
+    client, (reducer,) = joined(timeout_s=0.5, hosts=request.param)
+    return client, reducer
+
+
+def half_read(client, reducer, data):
+    """Begin an all-reduce, and send half of its only result; return what is left of that."""
+    work = client.all_reduce(data, op="max")
+    said = result(reducer.hear(M.CONTRIBUTION), b"\xff" * CHUNK)
+    reducer.send(said[: -CHUNK // 2])
+    return work, said[-CHUNK // 2 :]
+
+
+@pytest.mark.parametrize(("both", "early"), [(HOSTED, True), (POOL, False)], indirect=["both"])
+@compiled
+def test_only_what_no_other_reducer_may_need_is_in_its_place_before_it_is_whole(both, early):
+    client, reducer = both
+    data = ramp(CHUNK)
+    work, rest = half_read(client, reducer, data)
+    if early:
+        eventually(lambda: not (data[: CHUNK // 2] != 255).any(), 2.0)
+        assert (data[CHUNK // 2 :] == ramp(CHUNK)[CHUNK // 2 :]).all()
+    else:
+        time.sleep(0.3)
+        assert (data == ramp(CHUNK)).all()
+    reducer.send(rest)
+    assert (work.wait(5) == 255).all()
+
+
+@compiled
+def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(both):
+    client, reducer = both
+    data = ramp(CHUNK)
+    work, rest = half_read(client, reducer, data)
+    with pytest.raises(ReductionTimeout):
+        work.wait()
+    data[:] = 7
+    reducer.send(rest)
+    while reducer.hear().header.type is not M.ABORT:  # it asks who is late before
+        continue
+    work = client.all_reduce(ramp(3 * CHUNK), op="max")
+    for heard in reducer.hear_chunks(3):
+        reducer.answer(heard)
+    assert (work.wait(5) == comes(ramp(3 * CHUNK))).all()
+    assert (data == 7).all()
+
+
+@compiled
+@pytest.mark.parametrize("at", [1, HEADER_BYTES + 20, 1000, CHUNK])
+def test_any_cut_is_the_same(both, at):
+    client, reducer = both
+    for _ in range(3):
+        work = client.all_reduce(ramp(2 * CHUNK + 64), op="max")
+        said = b"".join(map(result, reversed(reducer.hear_chunks(3))))
+        for part in (said[:at], said[at:]):
+            reducer.send(part)
+            time.sleep(0.02)
+        assert (work.wait(5) == comes(ramp(2 * CHUNK + 64))).all()
 
 
 # -- two links ------------------------------------------------------------------------------------
@@ -111,71 +164,55 @@ class Alone(NamedTuple):
 
     flight: CompiledFlight
     transport: Transport
-    reducers: list[zmq.Socket]
+    reducers: list[Reducer]
+
+    def submit(self, link, nbytes):
+        """Begin an all-reduce over a link; return what its reducer hears."""
+        data = memoryview(bytearray(nbytes))
+        operation = Operation(data, DType.UINT8, ReduceOp.MAX, None, 1.0)
+        operation.sequence = link
+        self.flight.submit(operation, [LinkShard(link, 0, nbytes)], CHUNK, 0)
+        self.transport.refill()
+        with ThreadPoolExecutor(1) as thread:
+            heard = thread.submit(self.reducers[link].hear_chunks, -(-nbytes // CHUNK))
+            while not heard.done():
+                self.transport.wait(0.001)
+                assert not list(self.transport.events())
+        return heard.result()
 
 
 @pytest.fixture
-def alone(context):
-    compiled = implementation.select("compiled")
-    flight = compiled.flight(Header(M.HELLO))
-    transport = compiled.transport(flight, 1)
-    reducers = [context.socket(zmq.ROUTER) for _ in range(2)]
-    for link, reducer in enumerate(reducers):
-        reducer.rcvhwm = reducer.sndhwm = 0
-        port = reducer.bind_to_random_port("tcp://127.0.0.1")
-        flight.add_link(1 << 30, keep=True)
-        flight.open(link)
-        transport.connect(f"127.0.0.1:{port}")
-    reached = set()
-    while reached != {0, 1}:
-        transport.wait(5)
-        reached |= {event.link for event in transport.events() if isinstance(event, Connected)}
-    yield Alone(flight, transport, reducers)
-    transport.close()
-    for reducer in reducers:
-        reducer.close()
-
-
-def receive(transport, reducer):
-    """Receive a message that the transport may still have to send."""
-    while not reducer.poll(1):
-        transport.wait(0)
-        assert not list(transport.events())
-    return reducer.recv_multipart()
+def alone():
+    chosen = implementation.select("compiled")
+    flight = chosen.flight(Header(M.HELLO))
+    with ExitStack() as stack:
+        reducers = [stack.enter_context(closing(Reducer())) for _ in range(2)]
+        transport = stack.enter_context(closing(chosen.transport(flight, 1)))
+        for link, reducer in enumerate(reducers):
+            flight.add_link(1 << 30, keep=True)
+            flight.open(link)
+            transport.connect(reducer.address)
+        meet(transport, *reducers)
+        yield Alone(flight, transport, reducers)
 
 
 def test_a_busy_link_keeps_another_ones_completion_waiting_for_moments(alone):
-    flight, transport, reducers = alone
-    long, short = (memoryview(bytearray(size)) for size in (500 * CHUNK, 8))
-    for view, link in ((long, 0), (short, 1)):
-        operation = Operation(view, DType.UINT8, ReduceOp.MAX, None, 1.0)
-        operation.sequence = link
-        flight.submit(operation, [LinkShard(link, 0, view.nbytes)], CHUNK, 0)
-    transport.refill()
-    for reducer, chunks in zip(reducers, (500, 1), strict=True):
-        for _ in range(chunks):
-            peer, frame, payload = receive(transport, reducer)
-            header = Header.unpack(frame)._replace(
-                type=M.RESULT, rank=0, watermark=0, since=0, history=0
-            )
-            reducer.send_multipart([peer, header.pack(), payload])
+    long, short = alone.submit(0, 500 * CHUNK), alone.submit(1, 8)
+    busy = threading.Thread(target=alone.reducers[0].send, args=[b"".join(map(result, long))])
+    busy.start()
+    alone.reducers[1].answer(*short)
     done = []
     while len(done) < 2:
-        transport.wait(5)
-        done += [e for e in transport.events() if isinstance(e, Completed)]
+        alone.transport.wait(5)
+        done += [e for e in alone.transport.events() if isinstance(e, Completed)]
+    busy.join()
     assert done == [[1], [0]]
 
 
 def test_what_has_just_completed_is_there_when_a_link_is_reset(alone):
     """Else its results would never be claimed at another reducer, whose ranks wait for them."""
     flight, transport, (reducer, _) = alone
-    operation = Operation(memoryview(bytearray(8)), DType.UINT8, ReduceOp.MAX, None, 1.0)
-    operation.sequence = 0
-    flight.submit(operation, [LinkShard(0, 0, 8)], CHUNK, 0)
-    transport.refill()
-    peer, frame, payload = receive(transport, reducer)
-    header = Header.unpack(frame)._replace(type=M.RESULT, rank=0, since=0, history=0)
-    reducer.send_multipart([peer, header.pack(), payload])
+    reducer.answer(*alone.submit(0, 8))
     transport.wait(5)  # it has come, and nobody has been told
     transport.reset(0)
     assert [chunk.done for chunk in flight.carried(0)] == [True]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from reducer import config, kernels, server
+from reducer import kernels
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
 from reducer.runtime import compiled_transport
@@ -17,6 +17,7 @@ from reducer.runtime import implementation as reducers
 from reducer.runtime.guard import FAREWELL_S, Guard
 from reducer.wire.constants import HEADER_BYTES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
+from tests.conftest import reducer_here
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually, within_s
 from worker_client.client.compose import Composer
@@ -72,7 +73,10 @@ class Ends:
         self.flight.open(0)
         self.worker.connect(self.reducer.inproc)
         self.news = []
-        self.until(lambda: any(isinstance(event, Connected) for event in self.news))
+        self.until(self.has_connected)
+
+    def has_connected(self):
+        return any(isinstance(event, Connected) for event in self.news)
 
     def hear(self):
         """Let the reducer read what there is."""
@@ -131,21 +135,15 @@ def test_messages_of_any_size_come_back(ends):
         assert ends.news[-1].payload == said
 
 
-def test_a_buffer_that_is_given_back_is_read_no_more(ends):
-    data = ramp(10 * CHUNK)
-    ends.worker.detach(ends.submit(data, FIRST_PLACE))
+@pytest.mark.parametrize(("place", "nbytes"), [(FIRST_PLACE, 10 * CHUNK), (0, 100)])
+def test_a_buffer_that_is_given_back_is_read_no_more(ends, place, nbytes):
+    data = ramp(nbytes)
+    operation = ends.submit(data, place)
+    if place:  # of the rank's own question nobody says when it has ended
+        ends.worker.detach(operation)
     data[:] = 255  # which `ramp` never is
-    ends.until(lambda: ends.payloads.nbytes == data.nbytes)
-    assert (ends.payloads == ramp(10 * CHUNK)).all()
-
-
-def test_nothing_is_read_of_the_ranks_own_question_after_it_was_sent(ends):
-    """Nobody says when it has ended."""
-    data = ramp(100)
-    ends.submit(data, 0)
-    data[:] = 255
-    ends.until(lambda: ends.payloads.nbytes == data.nbytes)
-    assert (ends.payloads == ramp(100)).all()
+    ends.until(lambda: ends.payloads.nbytes == nbytes)
+    assert (ends.payloads == ramp(nbytes)).all()
 
 
 def test_the_reducer_hears_that_a_worker_has_gone(ends):
@@ -189,27 +187,22 @@ def test_who_was_dropped_is_hung_up_on():
         ends.until(lambda: any(isinstance(event, Disconnected) for event in ends.news))
 
 
-def test_two_that_end_together_do_not_wait_for_each_other(ends, monkeypatch):
+@pytest.mark.parametrize("together", [True, False])
+def test_nobody_waits_for_who_ends_or_has_gone(ends, monkeypatch, together):
     ends.worker.send(0, Header(MessageType.HELLO).pack(), b"hello")
     ends.until(lambda: bool(ends.engine.heard))
     for transport in (compiled_transport, worker_transport):
         monkeypatch.setattr(transport, "LINGER_MS", 20_000)
+    if not together:
+        ends.reducer.close()
     ends.worker.send(0, Header(MessageType.ABORT).pack(), bytes(MIB))
-    ends.reducer.send(ends.engine.heard[0][0], Header(MessageType.ERROR).pack(), bytes(MIB))
+    if together:
+        ends.reducer.send(ends.engine.heard[0][0], Header(MessageType.ERROR).pack(), bytes(MIB))
     begun = time.monotonic()
     ending = threading.Thread(target=ends.worker.close)
     ending.start()
     ends.reducer.close()
     ending.join()
-    within_s(10.0, begun)
-
-
-def test_nobody_waits_for_who_has_gone(ends, monkeypatch):
-    monkeypatch.setattr(worker_transport, "LINGER_MS", 20_000)
-    ends.reducer.close()
-    ends.worker.send(0, Header(MessageType.ABORT).pack(), bytes(MIB))
-    begun = time.monotonic()
-    ends.worker.close()
     within_s(10.0, begun)
 
 
@@ -232,10 +225,16 @@ def held():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_an_end_that_nobody_joins_is_not_left_open(ends):
+@pytest.mark.parametrize("joins", [True, False])
+def test_nothing_is_left_open(ends, joins):
     before = held()
     for _ in range(20):
-        ends.reducer.meet()
+        if joins:
+            ends.worker.reset(0)
+            ends.news.clear()
+            ends.until(ends.has_connected)
+        else:
+            ends.reducer.meet()  # nobody joins that end
     eventually(lambda: ends.hear() or len(ends.engine.lost) == 20, 5.0)
     assert held() <= before + 2  # of 20; what else this process does may need one meanwhile
 
@@ -248,23 +247,10 @@ def test_an_end_is_joined_once(ends):
         loop.loop.join(0, met)
 
 
-def test_nothing_is_left_open(ends):
-    before = held()
-    for _ in range(20):
-        ends.worker.reset(0)
-        ends.news.clear()
-        ends.until(lambda: any(isinstance(event, Connected) for event in ends.news))
-    eventually(lambda: ends.hear() or len(ends.engine.lost) == 20, 5.0)
-    assert held() <= before + 2
-
-
 @pytest.mark.parametrize(("impl", "sockets"), [("compiled", 0), ("plain", 1)])
 def test_a_worker_of_another_implementation_takes_a_socket(impl, sockets):
-    settings = config.load(bind="tcp://127.0.0.1:0", impl="compiled")
     with ExitStack() as stack:
-        hosted = server.Server(settings)
-        hosted.start()
-        stack.callback(hosted.stop)
+        hosted = stack.enter_context(reducer_here(impl="compiled"))
         spec = JobSpec("job", 0, 0, 1, (hosted.address,), MIB, inproc=hosted.inproc)
         composer = Composer(workers.select(impl), 5.0, 5.0, context=hosted.context)
         client = stack.enter_context(composer.client(spec))

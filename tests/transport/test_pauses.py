@@ -1,21 +1,21 @@
 """A reducer that did not run for a while: its machine was paused, or too busy to schedule it."""
 
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 
 import pytest
-import zmq
 
-from reducer import config
+from hostile.intruder import Worker
+from hostile.lines import Bare
 from reducer.clock import MOST_S, ServingTime
 from reducer.engine import engine
-from reducer.server import Server
-from reducer.wire.constants import DType, MessageType, ReduceOp
+from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
+from tests.conftest import reducer_here
+from tests.transport.guarded import answer
 from tests.waits import eventually
 
-WAIT_S = 50.0
 PAUSE_S = 60.0
 PATIENCE_S = 20.0  # with strangers, and ranks that are away: far more than a busy machine needs
 M = MessageType
@@ -48,39 +48,13 @@ class Paused:
         leaps: seconds by which its clock is ahead.
     """
 
-    def __init__(self, impl, context, monkeypatch):
-        self.leaps = 0.0
-        self._context = context
-        monotonic = time.monotonic
-        monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.leaps)
-        monkeypatch.setattr(engine, "AWAY_S", PATIENCE_S)
-        settings = config.load(
-            bind="tcp://127.0.0.1:0", impl=impl, handshake_timeout=PATIENCE_S / 2
-        )
-        self.server = Server(settings)
-        self.server.start()
+    leaps = 0.0
 
-    @contextmanager
-    def peer(self):
-        """Somebody who connects, and answers heartbeats."""
-        with self._context.socket(zmq.DEALER) as socket:
-            socket.linger = 0
-            socket.connect(f"tcp://{self.server.address}")
-            yield socket
-
-    def join(self, socket, rank):
-        """Become a rank of a job of two."""
-        body = encode(Hello("job", 2, 1, 0, process=f"process {rank}"))
-        header = Header(M.HELLO, job=fingerprint("job"), rank=rank, window=1 << 16)
-        socket.send_multipart([header.pack(), body])
-        assert M.WELCOME in said(socket, M.WELCOME)
-
-    def contribute(self, socket, rank):
-        """Begin the job's first all-reduce, of nothing."""
-        header = Header(M.CONTRIBUTION, job=fingerprint("job"), rank=rank, sequence=1)
-        float32 = {"dtype": DType.FLOAT32, "wire_dtype": DType.FLOAT32, "op": ReduceOp.SUM}
-        socket.send_multipart([header._replace(**float32).pack(), b""])
-        eventually(lambda: self.server.counters.contributions == 1)
+    def join(self, rank):
+        """Become a rank of a job of two, which says nothing by itself."""
+        worker = Worker(self.server.address, "job", rank, patience_ms=LONGEST_PATIENCE_MS)
+        answer(worker, M.WELCOME)
+        return closing(worker)
 
     @property
     def connections(self):
@@ -93,41 +67,44 @@ class Paused:
         time.sleep(0.3)  # some looks of the guard
 
 
-def said(socket, last=None):
-    """What a peer has heard but for PINGs, until it hears something, or by now."""
-    heard = []
-    while last not in heard and socket.poll(0 if last is None else WAIT_S * 1000):
-        kind = Header.unpack(socket.recv_multipart()[0]).type
-        heard += [] if kind is M.PING else [kind]
-    return heard
-
-
 @pytest.fixture
-def paused(impl, context, monkeypatch):
-    paused = Paused(impl, context, monkeypatch)
-    yield paused
-    paused.server.stop()
+def paused(impl, monkeypatch):
+    monotonic = time.monotonic
+    monkeypatch.setattr(engine, "AWAY_S", PATIENCE_S)
+    paused = Paused()
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + paused.leaps)
+    with reducer_here(impl=impl, handshake_timeout=PATIENCE_S / 2) as paused.server:
+        yield paused
+
+
+def hears_nothing(worker):
+    """Whether a worker has heard nothing but PINGs."""
+    worker.line.connection.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        answer(worker, None)
+    return True
 
 
 def test_who_has_just_come_may_still_say_who_it_is(paused):
-    with paused.peer() as first, paused.peer() as second:
+    with ExitStack() as stack:
+        lines = [stack.enter_context(closing(Bare(paused.server.address))) for _ in range(2)]
         eventually(lambda: paused.connections == 2)
         paused.pause()
         assert (paused.connections, paused.server.counters.closed) == (2, 0)
-        for rank, socket in enumerate((first, second)):
-            paused.join(socket, rank)
+        for rank, line in enumerate(lines):
+            hello = Header(M.HELLO, job=fingerprint("job"), rank=rank, window=1 << 16)
+            line.say(hello.pack(), encode(Hello("job", 2, 1, 0)))
+            assert Header.unpack(line.hear()[0]).type is M.WELCOME
 
 
 def test_a_rank_whose_connection_broke_may_still_come_back(paused):
-    with paused.peer() as first:
-        paused.join(first, 0)
-        with paused.peer() as second:
-            paused.join(second, 1)
-        paused.contribute(first, 0)
+    with paused.join(0) as first:
+        with paused.join(1):
+            first.contribute(1, bytes(64))
+            eventually(lambda: paused.server.counters.contributions == 1)
         eventually(lambda: paused.connections == 1)
         paused.pause()
-        assert said(first) == []
-        with paused.peer() as second:
-            paused.join(second, 1)
-            assert said(first) == [], "nobody was lost"
+        assert hears_nothing(first)
+        with paused.join(1):
+            assert hears_nothing(first), "nobody was lost"
             assert paused.server.counters.rounds_failed == 0

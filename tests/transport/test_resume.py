@@ -10,21 +10,17 @@ import numpy as np
 import pytest
 
 from hostile.lines import Bare
-from hostile.zmtp import GREETING, MORE, frame
+from hostile.zmtp import MORE, frame
 from reducer.engine.limits import Patience
 from reducer.errors import MembershipError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import RESUME_S, SHORTEST_PATIENCE_MS, Feature
 from reducer.wire.header import Header
-from reducer.wire.messages import Stream, Welcome, decode, decode_error, encode, encode_error
+from reducer.wire.messages import Stream, decode, decode_error, encode, encode_error
 from tests import inside
-from tests.transport import by_hand
 from tests.transport.guarded import MIB, M, answer, ended, rounds
-from tests.transport.scripted import CHUNK, HOST, ramp
+from tests.transport.scripted import CHUNK, Reducer, comes, ramp, result
 from tests.waits import within_s
-from worker_client.client.compose import Composer
 from worker_client.protocol import joining
-from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation
 
 pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 FEATURES = int(Feature.STREAMS | Feature.RESUME)
@@ -78,10 +74,7 @@ def leave(post, connection):
     """End a connection, and hear all that the reducer has said before it noticed."""
     connection.shutdown(socket.SHUT_WR)
     rounds(post)
-    connection.setblocking(False)
-    with suppress(BlockingIOError):
-        while connection.recv(1 << 16):
-            pass
+    drain(connection)
     connection.close()
 
 
@@ -95,11 +88,31 @@ class Resumed(Bare):
         return found + super()._take(nbytes - len(found))
 
 
-def resume(post, worker, heard, number=0):
+def connect(post):
     line = post.meanwhile(lambda: Resumed(post.address))
-    post.stack.enter_context(closing(line))
+    return post.stack.enter_context(closing(line))
+
+
+def resume(post, worker, heard, number=0):
+    line = connect(post)
     line.say(Header(M.RESUME, offset=heard).pack(), encode(Stream(worker.ticket, number)))
     return line
+
+
+def agreed(post, line):
+    """Hear that a connection goes on; return how many bytes of it the reducer has read."""
+    header, _ = post.meanwhile(line.hear)
+    assert Header.unpack(header).type is M.RESUME
+    return Header.unpack(header).offset
+
+
+def drain(connection):
+    """Read what has come, and do not wait."""
+    connection.setblocking(False)
+    with suppress(BlockingIOError):
+        while connection.recv(1 << 16):
+            pass
+    connection.setblocking(True)
 
 
 def said_by(worker, sequence, payload):
@@ -121,9 +134,7 @@ def test_a_contribution_goes_on_in_its_middle(post, cut):
     leave(post, broken)
     assert post.members == {"job": 2}
     worker.line = resume(post, worker, broken.heard)
-    header, _ = post.meanwhile(worker.hear)
-    assert header.type is M.RESUME
-    assert header.offset == broken.said, "all that was sent has come"
+    assert agreed(post, worker.line) == broken.said, "all that was sent has come"
     worker.line.connection.sendall(said[cut:])
     other.contribute(1, payload.tobytes())
     result = post.meanwhile(lambda: answer(worker, M.RESULT))
@@ -161,8 +172,7 @@ def test_what_a_worker_did_not_get_is_sent_again(post, monkeypatch, missing):
     got = read_out(worker.line)
     assert len(got) < 512 << 10
     line = resume(post, worker, broken.heard - missing)
-    header, _ = post.meanwhile(line.hear)
-    assert Header.unpack(header).type is M.RESUME
+    agreed(post, line)
     line.before = got[: len(got) - missing]
     worker.line = line
     result = post.meanwhile(lambda: answer(worker, M.RESULT))
@@ -186,8 +196,7 @@ def test_it_is_the_broken_one_that_goes_on(post):
     for _ in range(3):
         leave(post, stream.connection)
         stream = resume(post, worker, stream.connection.heard, 1)
-        header, _ = post.meanwhile(stream.hear)
-        assert Header.unpack(header).type is M.RESUME
+        agreed(post, stream)
     rounds(post)
     assert post.guard.connections == before
     assert len(post.engine.streams(post.engine.jobs[0].members[0].peer)) == 1
@@ -209,17 +218,11 @@ def test_what_has_come_is_read_first(post):
     """A part of it lies in the socket that broke when the reducer hears of another one."""
     worker, _ = two(post)
     broken = worker.line.connection
-    line = post.meanwhile(lambda: Resumed(post.address))
-    post.stack.enter_context(closing(line))
-    broken.setblocking(False)
-    with suppress(BlockingIOError):
-        while broken.recv(1 << 16):
-            pass
-    broken.setblocking(True)
+    line = connect(post)
+    drain(broken)
     line.say(Header(M.RESUME, offset=broken.heard).pack(), encode(Stream(worker.ticket, 0)))
     worker.contribute(1, bytes(60_000))
-    header, _ = post.meanwhile(line.hear)
-    assert Header.unpack(header).offset == broken.said
+    assert agreed(post, line) == broken.said
 
 
 def test_nobody_is_too_silent_meanwhile(post):
@@ -230,26 +233,24 @@ def test_nobody_is_too_silent_meanwhile(post):
         post.now = time.monotonic()
         other.say(other.common._replace(type=M.STRAGGLERS).pack())
         post.step()
-    line = resume(post, worker, worker.line.connection.heard)
-    header, _ = post.meanwhile(line.hear)
-    assert Header.unpack(header).type is M.RESUME
+    agreed(post, resume(post, worker, worker.line.connection.heard))
 
 
 @pytest.mark.parametrize("post", [Patience(max_connections=2, hello_s=10.0)], indirect=True)
 def test_a_full_reducer_has_room_for_it(post):
     worker, _ = two(post)
     leave(post, worker.line.connection)
-    line = resume(post, worker, worker.line.connection.heard)
-    header, _ = post.meanwhile(line.hear)
-    assert Header.unpack(header).type is M.RESUME
+    agreed(post, resume(post, worker, worker.line.connection.heard))
 
 
-def test_who_did_not_ask_for_it_may_not(post):
-    worker, _ = two(post, features=int(Feature.STREAMS))
-    line = resume(post, worker, worker.line.connection.heard)
+@pytest.mark.parametrize(("features", "number"), [(int(Feature.STREAMS), 0), (FEATURES, 3)])
+def test_who_did_not_ask_for_it_may_not_and_no_stream_that_was_never_there(post, features, number):
+    worker, _ = two(post, features=features)
+    line = resume(post, worker, worker.line.connection.heard, number)
     assert isinstance(refusal(post, line), MembershipError)
     rounds(post)
     assert not ended(worker.line.connection)
+    assert post.members == {"job": 2}
 
 
 def test_who_breaks_again_before_the_answer_may_try_again(post):
@@ -259,9 +260,7 @@ def test_who_breaks_again_before_the_answer_may_try_again(post):
     for _ in range(3):
         abort(resume(post, worker, heard).connection.fileno())
         rounds(post)
-    line = resume(post, worker, heard)
-    header, _ = post.meanwhile(line.hear)
-    assert Header.unpack(header).type is M.RESUME
+    agreed(post, resume(post, worker, heard))
 
 
 def test_who_does_not_come_back_is_gone(post):
@@ -284,17 +283,11 @@ def test_who_joins_anew_is_not_waited_for(post):
 
 def test_a_connection_that_has_not_broken_for_the_reducer(post):
     worker, _ = two(post)
-    line = resume(post, worker, worker.line.connection.heard)
-    header, _ = post.meanwhile(line.hear)
-    assert Header.unpack(header).type is M.RESUME
-    assert Header.unpack(header).offset == worker.line.connection.said
+    assert (
+        agreed(post, resume(post, worker, worker.line.connection.heard))
+        == worker.line.connection.said
+    )
     post.until(lambda: ended(worker.line.connection))
-    assert post.members == {"job": 2}
-
-
-def test_a_stream_that_was_never_there(post):
-    worker, _ = two(post)
-    assert isinstance(refusal(post, resume(post, worker, 0, 3)), MembershipError)
     assert post.members == {"job": 2}
 
 
@@ -307,44 +300,20 @@ def refusal(post, line):
 # -- the worker -------------------------------------------------------------------------------
 
 COUNT = 4 * CHUNK
-WHOLE = ramp(COUNT) + np.uint8(1)
+WHOLE = comes(ramp(COUNT))
 
 
-class Reducer(by_hand.Reducer):
-    """A reducer that counts what it says and hears over the connection at hand.
+class Resuming(Reducer):
+    """A reducer whose connections break and go on.
 
     Attributes:
-        said, heard: bytes.
-        before: bytes read before the connection broke, to be parsed first.
         attempts: RESUMEs that the worker has said.
     """
 
-    said = heard = attempts = 0
-    before = b""
+    attempts = 0
 
     def __init__(self):
-        super().__init__()
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-
-    def read(self, nbytes):
-        found, self.before = self.before[:nbytes], self.before[nbytes:]
-        rest = super().read(nbytes - len(found))
-        self.heard += len(rest)
-        return found + rest
-
-    def say(self, data):
-        self.said += len(data)
-        self.peer.sendall(data)
-
-    def welcome(self):
-        if self.peer is not None:
-            self.peer.close()
-        self.accept()
-        self.said, self.heard = len(GREETING + by_hand.READY), 0
-        self.hear_greeting()
-        hello, _ = self.hear(M.HELLO)
-        body = Welcome("1", ticket="a" * 32, features=FEATURES)
-        self.say(by_hand.message(Header(M.WELCOME, window=hello.window), encode(body)))
+        super().__init__(receive_bytes=4096, features=FEATURES)
 
     def break_(self):
         """Break the connection, with what this kernel has not handed out."""
@@ -353,82 +322,60 @@ class Reducer(by_hand.Reducer):
 
     def asked(self):
         """Accept another connection; return how many bytes the worker has read over the first."""
-        counted, broken = (self.heard, self.before), self.peer
+        counted, broken = (self.said, self.heard, self.before), self.peer
         self.before = b""
         self.accept()
         broken.close()
-        self.hear_greeting()
         header, payload = self.hear(M.RESUME)
         self.attempts += 1
         said = decode(Stream, payload.tobytes())
         assert said == Stream("a" * 32, 0, attempt=self.attempts)
-        self.heard, self.before = counted
+        self.said, self.heard, self.before = counted
         return header.offset
 
     def agree(self):
         self.peer.sendall(frame(Header(M.RESUME, offset=self.heard).pack()))
 
-    def serve(self):
-        """Answer all chunks of a buffer."""
-        for _ in range(COUNT // CHUNK):
-            header, payload = self.hear(M.CONTRIBUTION)
-            self.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))
-
 
 @pytest.fixture
-def reducer():
-    made = Reducer()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def client(reducer, monkeypatch):
+def both(joined, monkeypatch):
     monkeypatch.setattr(joining, "FAR_S", 0.0)
-    address = f"{HOST}:{reducer.listener.getsockname()[1]}"
-    spec = JobSpec("job", 0, 0, 2, (address,), MIB, CHUNK, resumes=True)
-    with ThreadPoolExecutor(1) as thread:
-        composer = Composer(implementation.select("compiled"), 5.0, 5.0)
-        made = thread.submit(composer.client, spec)
-        reducer.welcome()
-        client = made.result(5)
-    with client:
-        yield client
+    client, (reducer,) = joined(timeout_s=5.0, kind=Resuming, resumes=True)
+    return client, reducer
 
 
 @pytest.mark.parametrize("cut", [1, 60, 100, 107, 5000, CHUNK // 2])
-def test_what_a_reducer_did_not_get_is_sent_again(reducer, client, cut):
+def test_what_a_reducer_did_not_get_is_sent_again(both, cut):
+    client, reducer = both
     work = client.all_reduce(ramp(COUNT), op="max")
     reducer.before = reducer.read(cut)
     for _ in range(3):
         reducer.break_()
         assert reducer.asked() == reducer.said
         reducer.agree()
-    reducer.serve()
+    reducer.serve(4)
     assert (work.wait(5) == WHOLE).all()
     assert client.counters.losses == 0
 
 
 @pytest.mark.parametrize("cut", [1, 60, 100, 107, 5000, CHUNK - 1])
-def test_a_result_goes_on_in_its_middle(reducer, client, cut):
+def test_a_result_goes_on_in_its_middle(both, cut):
+    client, reducer = both
     work = client.all_reduce(ramp(COUNT), op="max")
-    header, payload = reducer.hear(M.CONTRIBUTION)
-    said = by_hand.result(header, (payload + np.uint8(1)).tobytes())
-    reducer.say(said[:cut])
+    said = result(reducer.hear(M.CONTRIBUTION))
+    reducer.send(said[:cut])
     reducer.peer.shutdown(socket.SHUT_WR)
     assert reducer.asked() == reducer.said
     reducer.agree()
-    reducer.say(said[cut:])
-    for _ in range(3):
-        header, payload = reducer.hear(M.CONTRIBUTION)
-        reducer.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))
+    reducer.send(said[cut:])
+    reducer.serve(3)
     assert (work.wait(5) == WHOLE).all()
 
 
-def test_nothing_is_done_while_no_answer_comes(reducer, client):
+def test_nothing_is_done_while_no_answer_comes(both):
+    client, reducer = both
     work = client.all_reduce(ramp(COUNT), op="max")
-    header, payload = reducer.hear(M.CONTRIBUTION)
-    reducer.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))
+    reducer.serve(1)
     time.sleep(0.05)  # it waits for more
     reducer.break_()
     reducer.asked()
@@ -436,13 +383,12 @@ def test_nothing_is_done_while_no_answer_comes(reducer, client):
     time.sleep(RESUME_S / 2)
     assert time.process_time() - before < RESUME_S / 10
     reducer.agree()
-    for _ in range(3):
-        header, payload = reducer.hear(M.CONTRIBUTION)
-        reducer.say(by_hand.result(header, (payload + np.uint8(1)).tobytes()))
+    reducer.serve(3)
     assert (work.wait(5) == WHOLE).all()
 
 
-def test_what_the_caller_has_again_was_copied(reducer, client):
+def test_what_the_caller_has_again_was_copied(both):
+    client, reducer = both
     data = ramp(COUNT)
     work = client.all_reduce(data, op="max", timeout="0.3s")
     reducer.before = reducer.read(500)
@@ -452,56 +398,52 @@ def test_what_the_caller_has_again_was_copied(reducer, client):
         work.wait()
     data[:] = 7
     reducer.agree()
-    heard = [reducer.hear(M.CONTRIBUTION)[1] for _ in range(COUNT // CHUNK)]
+    heard = [heard.payload for heard in reducer.hear_chunks(4)]
     assert (np.concatenate(heard) == ramp(COUNT)).all()
 
 
-def lost(client, reducer, refuse):
-    """Break a connection that cannot go on; return how long it takes until that is known."""
+def does_not_know_the_link(reducer):
+    reducer.asked()
+    body = encode_error(MembershipError("this reducer has no link with that ticket"))
+    reducer.say(Header(M.ERROR), body)
+
+
+def has_not_all_bytes(reducer):
+    reducer.asked()
+    reducer.heard += MIB  # more than was ever sent
+    reducer.agree()
+
+
+@pytest.mark.parametrize(
+    ("refuse", "least", "most", "welcomes"),
+    [
+        (lambda reducer: reducer.listener.close(), 0.0, RESUME_S / 2, False),
+        (does_not_know_the_link, 0.0, RESUME_S / 2, True),
+        (has_not_all_bytes, 0.0, RESUME_S / 2, True),
+        (Resuming.asked, RESUME_S, RESUME_S + 1, False),  # and does not answer
+    ],
+)
+def test_a_reducer_with_which_it_cannot_go_on(both, refuse, least, most, welcomes):
+    client, reducer = both
     work = client.all_reduce(ramp(COUNT), op="max")
     reducer.read(100)
     reducer.break_()
     start = time.monotonic()
-    refuse()
+    refuse(reducer)
     with pytest.raises(ReducerLostError):
         work.wait()
-    return time.monotonic() - start
-
-
-def test_a_reducer_that_is_no_more(reducer, client):
-    assert lost(client, reducer, reducer.listener.close) < RESUME_S / 2
-
-
-def test_a_reducer_that_does_not_know_the_link(reducer, client):
-    def refuse():
-        reducer.asked()
-        body = encode_error(MembershipError("this reducer has no link with that ticket"))
-        reducer.peer.sendall(by_hand.message(Header(M.ERROR), body))
-
-    assert lost(client, reducer, refuse) < RESUME_S / 2
-    reducer.welcome()
-
-
-def test_a_reducer_that_has_not_all_bytes(reducer, client):
-    def refuse():
-        reducer.asked()
-        reducer.heard += MIB  # more than was ever sent
-        reducer.agree()
-
-    assert lost(client, reducer, refuse) < RESUME_S / 2
-    reducer.welcome()
-
-
-def test_a_reducer_that_does_not_answer(reducer, client):
-    assert RESUME_S <= lost(client, reducer, reducer.asked) < RESUME_S + 1
+    assert least <= time.monotonic() - start < most
+    if welcomes:
+        reducer.welcome()
 
 
 @pytest.mark.parametrize("steady", [False, True])
-def test_another_attempt(reducer, client, steady):
+def test_another_attempt(both, steady):
     """Also while a caller's thread leads that looks at nothing else."""
+    client, reducer = both
     if steady:
         work = client.all_reduce(ramp(COUNT), op="max")
-        reducer.serve()
+        reducer.serve(4)
         work.wait(5)
     work = client.all_reduce(ramp(COUNT), op="max")
     with ThreadPoolExecutor(1) as thread:
@@ -513,5 +455,5 @@ def test_another_attempt(reducer, client, steady):
             reducer.peer.close()
         reducer.asked()
         reducer.agree()
-        reducer.serve()
+        reducer.serve(4)
         assert (waits.result() == WHOLE).all()

@@ -1,7 +1,6 @@
 """Further connections of members, at a reducer whose every moment the test decides."""
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -11,13 +10,9 @@ from reducer.engine.limits import Patience
 from reducer.errors import RankLostError
 from reducer.wire.constants import LONGEST_PATIENCE_MS, Feature
 from reducer.wire.header import Header
-from reducer.wire.messages import Welcome, decode_error, encode
-from tests.transport import by_hand
+from reducer.wire.messages import decode_error
 from tests.transport.guarded import MIB, PATIENCE, M, answer, ended, rounds
-from tests.transport.scripted import HOST
-from worker_client.client.compose import Composer
-from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation
+from tests.transport.scripted import Reducer
 
 STREAMS = int(Feature.STREAMS)
 
@@ -104,30 +99,13 @@ def test_what_is_held_for_all_of_a_members_streams_counts_together(post):
 
 
 @pytest.mark.parametrize("answered", [False, True])
-def test_a_stream_that_ends_takes_its_link_along_also_before_it_is_answered(answered):
-    reducer = by_hand.Reducer()
-    address = f"{HOST}:{reducer.listener.getsockname()[1]}"
-    composer = Composer(implementation.select("compiled"), 5.0, 5.0)
-    with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(composer.client, JobSpec("job", 0, 0, 2, (address,), MIB, streams=2))
-        first = welcome(reducer)
-        with made.result(5):
-            reducer.accept()
-            reducer.hear_greeting()
-            reducer.hear(M.STREAM)  # and has the reducer tie it, perhaps
-            if answered:
-                reducer.peer.sendall(frame(Header(M.STREAM).pack()))
-            reducer.peer.close()
-            welcome(reducer)  # the worker says HELLO anew
-            assert ended(first)
-    first.close()
-    reducer.close()
-
-
-def welcome(reducer):
+def test_a_stream_that_ends_takes_its_link_along_also_before_it_is_answered(joined, answered):
+    _, (reducer,) = joined(streams=2, kind=lambda: Reducer(features=STREAMS))
+    first = reducer.peer
     reducer.accept()
-    reducer.hear_greeting()
-    hello, _ = reducer.hear(M.HELLO)
-    body = Welcome("1", ticket="a" * 32, features=STREAMS)
-    reducer.peer.sendall(by_hand.message(Header(M.WELCOME, window=hello.window), encode(body)))
-    return reducer.peer
+    reducer.hear(M.STREAM)  # and has the reducer tie it, perhaps
+    if answered:
+        reducer.say(Header(M.STREAM))
+    reducer.peer.close()
+    reducer.welcome()  # the worker says HELLO anew
+    assert ended(first)

@@ -23,24 +23,18 @@ WEIGHTS = st.lists(st.integers(0, 50), min_size=1, max_size=100).filter(any)
 SEQUENCES = st.integers(0, 1 << 63)
 
 
-@given(TOTALS, WEIGHTS, SEQUENCES)
-def test_shards_are_aligned_and_cover_the_buffer(total, weights, sequence):
-    cut = shards(total, weights, sequence)
+@given(TOTALS, WEIGHTS, SEQUENCES, st.sampled_from([1, 256]))
+def test_shards_are_aligned_and_cover_the_buffer(total, weights, sequence, itemsize):
+    total *= itemsize
+    cut = shards(total, weights, sequence, itemsize=itemsize)
     assert cut[0].start == 0
     assert cut[-1].end == total
     assert all(a.end == b.start for a, b in pairwise(cut))
-    assert all(shard.start % 64 == 0 for shard in cut)
+    assert all(shard.start % 64 == shard.start % itemsize == 0 for shard in cut)
+    assert all(shard.end % itemsize == 0 for shard in cut), "a block is cut"
     assert all(shard.end > shard.start for shard in cut) or (total == 0 and len(cut) == 1)
     assert len({shard.reducer for shard in cut}) == len(cut)
     assert all(weights[shard.reducer] for shard in cut)
-
-
-@given(st.integers(0, 1 << 32), WEIGHTS, SEQUENCES)
-def test_no_shard_cuts_a_block(blocks, weights, sequence):
-    cut = shards(256 * blocks, weights, sequence, itemsize=256)
-    assert all(shard.start % 256 == shard.end % 256 == 0 for shard in cut)
-    assert (cut[0].start, cut[-1].end) == (0, 256 * blocks)
-    assert all(a.end == b.start for a, b in pairwise(cut))
 
 
 @given(TOTALS, WEIGHTS, SEQUENCES)
@@ -68,10 +62,7 @@ def test_small_buffers_go_to_each_reducer_in_turn():
     # The question before a call goes where the call goes, and its further all-reduces in turn.
     places = [shards(64, [1, 1, 0, 1], 4 * PLACES + place)[0].reducer for place in range(5)]
     assert places == [1, 1, 3, 0, 1]
-
-
-def test_an_empty_buffer_is_one_empty_chunk():
-    assert shards(0, [1, 1, 1], 3) == [(2, 0, 0)]
+    assert shards(0, [1, 1, 1], 3) == [(2, 0, 0)], "an empty buffer is one empty chunk"
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """The codec without a network: two of ours, and what no honest peer says."""
 
+import ctypes.util
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from zmq.utils import z85
 
 from fuzz.seeded import Seeded
-from reducer.zmtp import _zmtp
-from reducer.zmtp.sodium import addresses
+from reducer.errors import ConfigError
+from reducer.zmtp import _zmtp, sodium
 from tests.zmtp.sides import (
     MAX_FRAME_BYTES,
     MECHANISMS,
@@ -167,28 +169,29 @@ def test_a_client_hears_single_bytes(keys):
 # -- greetings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        pytest.param(b"\0", id="zero"),
-        pytest.param(bytes(64), id="zeros"),
-        pytest.param(b"\1\0", id="zmtp-1-anonymous"),
-        pytest.param(b"\5\0name", id="zmtp-1-named"),
-        pytest.param(b"\xff" + bytes(7) + b"\5\0name", id="zmtp-1-long"),
-        pytest.param(SIGNATURE + b"\1\5", id="zmtp-2"),
-        pytest.param(SIGNATURE + b"\0", id="zmtp-of-libzmq-3.0"),
-        pytest.param(SIGNATURE + b"\2", id="version-2"),
-        pytest.param(b"GET / HTTP/1.1\r\nHost: reducer\r\n\r\n", id="http"),
-        pytest.param(b"\x16\3\1\0\xc8\1", id="tls"),
-        pytest.param(b"SSH-2.0-OpenSSH_9.2\r\n", id="ssh"),
-    ],
-)
-@pytest.mark.parametrize("server", [True, False])
-def test_strangers_are_told_by_their_first_wrong_byte(said, server, keys):
-    for cut in ([said], [bytes([byte]) for byte in said]):
-        side = ours(keys, server=server)
-        events = [event for piece in cut for event in side.take(piece)]
-        assert events == [("failed", "foreign", "")]
+STRANGERS = {
+    "zero": b"\0",
+    "zeros": bytes(64),
+    "zmtp-1-anonymous": b"\1\0",
+    "zmtp-1-named": b"\5\0name",
+    "zmtp-1-long": b"\xff" + bytes(7) + b"\5\0name",
+    "zmtp-2": SIGNATURE + b"\1\5",
+    "zmtp-of-libzmq-3.0": SIGNATURE + b"\0",
+    "version-2": SIGNATURE + b"\2",
+    "http": b"GET / HTTP/1.1\r\nHost: reducer\r\n\r\n",
+    "tls": b"\x16\3\1\0\xc8\1",
+    "ssh": b"SSH-2.0-OpenSSH_9.2\r\n",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_are_told_by_their_first_wrong_byte(keys, kind):
+    said = STRANGERS[kind]
+    for server in (True, False):
+        for cut in ([said], [bytes([byte]) for byte in said]):
+            side = ours(keys, server=server)
+            events = [event for piece in cut for event in side.take(piece)]
+            assert events == [("failed", "foreign", "")]
 
 
 @pytest.mark.parametrize("version", [b"\3\0", b"\3\1", b"\3\7", b"\4\0", b"\xff\xff"])
@@ -201,12 +204,8 @@ def test_later_versions_are_answered_with_ours(version):
 @pytest.mark.parametrize(
     ("mechanism", "shown"),
     [
-        (b"PLAIN", "PLAIN"),
-        (b"", ""),
-        (b"NULLS", "NULLS"),
-        (b"CURVE25519", "CURVE25519"),
+        *((name.encode(), name) for name in ("PLAIN", "", "NULLS", "CURVE25519", "A" * 20)),
         (b"a\n\xff\x1b", "a???"),
-        (b"A" * 20, "A" * 20),
     ],
 )
 def test_other_mechanisms_differ(keys, mechanism, shown):
@@ -270,17 +269,27 @@ def test_who_suits(metadata, server, suits):
 LONGEST = 1024  # of a command
 
 
+def headers(kind):
+    """Headers of frames that are none, of messages or commands, and what is noticed."""
+    return [
+        pytest.param(b"\4\0", MALFORMED, id="an-empty-command"),
+        pytest.param(b"\5", MALFORMED, id="more-of-a-command"),
+        *(
+            pytest.param(bytes([kind | 1 << bit]), MALFORMED, id=f"bit-{bit}")
+            for bit in range(3, 8)
+        ),
+        pytest.param(bytes([kind | 2]) + b"\x80" + bytes(7), MALFORMED, id="2-to-the-63"),
+        pytest.param(bytes([kind | 2]) + b"\xff" * 8, MALFORMED, id="2-to-the-64-less-1"),
+        pytest.param(bytes([kind | 2, 0x7F]) + b"\xff" * 7, TOO_LARGE, id="2-to-the-63-less-1"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("said", "events"),
     [
+        *headers(4),
         pytest.param(b"\0\0", MALFORMED, id="an-empty-message"),
         pytest.param(b"\0\6\5READY", MALFORMED, id="ready-as-a-message"),
-        pytest.param(b"\4\0", MALFORMED, id="an-empty-command"),
-        pytest.param(b"\5", MALFORMED, id="more-of-a-command"),
-        *(pytest.param(bytes([4 | 1 << bit]), MALFORMED, id=f"bit-{bit}") for bit in range(3, 8)),
-        pytest.param(b"\6" + b"\x80" + bytes(7), MALFORMED, id="2-to-the-63"),
-        pytest.param(b"\6" + b"\xff" * 8, MALFORMED, id="2-to-the-64-less-1"),
-        pytest.param(b"\6" + b"\x7f" + b"\xff" * 7, TOO_LARGE, id="2-to-the-63-less-1"),
         pytest.param(b"\6" + (LONGEST + 1).to_bytes(8, "big"), TOO_LARGE, id="beyond"),
         pytest.param(b"\6" + LONGEST.to_bytes(8, "big"), [], id="the-longest"),
         pytest.param(command(b"x" * LONGEST), MALFORMED, id="the-longest-whole"),
@@ -330,21 +339,13 @@ def test_nothing_is_looked_at_before_the_answer():
     assert server.admit(True) == [("ready",), *MALFORMED], "a nonce of zero"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pytest.param(lambda keys: keys._replace(server=Pair.new()), id="another-server"),
-        pytest.param(
-            lambda keys: keys._replace(client=Pair(keys.client.public, Pair.new().secret)),
-            id="another-ones-public-key",
-        ),
-    ],
-)
-def test_wrong_keys_open_nothing(wrong):
+def test_wrong_keys_open_nothing():
     keys = Keys.new()
-    client, server = ours(wrong(keys), server=False), ours(keys, server=True)
-    assert shake_hands(client, server)[1] == WRONG_KEY
-    assert server.reply() == b""
+    anothers_public = Pair(keys.client.public, Pair.new().secret)
+    for wrong in (keys._replace(server=Pair.new()), keys._replace(client=anothers_public)):
+        client, server = ours(wrong, server=False), ours(keys, server=True)
+        assert shake_hands(client, server)[1] == WRONG_KEY
+        assert server.reply() == b""
 
 
 def test_a_key_of_small_order_is_refused():
@@ -391,18 +392,7 @@ def test_no_changed_byte_passes_a_handshake_with_keys():
 # -- frames ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("said", "events"),
-    [
-        pytest.param(b"\x08", MALFORMED, id="reserved"),
-        pytest.param(b"\x80", MALFORMED, id="reserved-too"),
-        pytest.param(b"\5", MALFORMED, id="more-of-a-command"),
-        pytest.param(b"\4\0", MALFORMED, id="an-empty-command"),
-        pytest.param(b"\2\x80" + bytes(7), MALFORMED, id="2-to-the-63"),
-        pytest.param(b"\2" + b"\xff" * 8, MALFORMED, id="2-to-the-64-less-1"),
-        pytest.param(b"\2\x7f" + b"\xff" * 7, TOO_LARGE, id="2-to-the-63-less-1"),
-    ],
-)
+@pytest.mark.parametrize(("said", "events"), headers(0))
 def test_headers_that_are_none(keys, said, events):
     _, server = joined(keys)
     assert server.take(said) == events
@@ -476,30 +466,25 @@ def sealer():
     try:
         yield Sealer(seeded)
     finally:
-        _zmtp.use(addresses())
+        _zmtp.use(sodium.addresses())
 
 
-def test_flags_within_and_without(sealer):
+@pytest.mark.parametrize(
+    "wrong",
+    [(b"\1a", 1), *((bytes([flags]), 0) for flags in (3, 4, 8, 0x80, 0xFF)), (b"\2", 0)],
+)
+def test_flags_within_and_without(sealer, wrong):
     server = sealer.server
     assert server.take(sealer.frame(b"\0one")) == [("message", [b"one"])]
     assert server.take(sealer.frame(b"\0two", outer=4)) == [("message", [b"two"])]
     assert server.take(sealer.frame(b"\1a") + sealer.frame(b"\0b")) == [("message", [b"a", b"b"])]
-    assert server.take(sealer.frame(b"\1a", outer=1)) == MALFORMED
-
-
-@pytest.mark.parametrize("flags", [3, 4, 8, 0x80, 0xFF])
-def test_wrong_flags_within(sealer, flags):
-    assert sealer.server.take(sealer.frame(bytes([flags]))) == MALFORMED
+    assert server.take(sealer.frame(*wrong)) == MALFORMED
 
 
 @pytest.mark.parametrize(("body", "events", "answer"), COMMANDS)
 def test_sealed_commands(sealer, body, events, answer):
     assert sealer.server.take(sealer.frame(b"\2" + body)) == events
     assert len(sealer.server.reply()) == (2 + 33 + len(answer) if answer else 0)
-
-
-def test_an_empty_command_within(sealer):
-    assert sealer.server.take(sealer.frame(b"\2")) == MALFORMED
 
 
 def test_what_is_too_short_to_be_sealed():
@@ -515,18 +500,12 @@ def test_nonces_that_do_not_grow(sealer):
     assert sealer.server.take(sealer.frame(b"\0x")) == MALFORMED
 
 
-def test_what_was_heard_is_not_heard_again():
-    client, server = joined(Keys.new())
-    frame = client.send([b"once"])
-    assert server.take(frame) == [("message", [b"once"])]
-    assert server.take(frame) == MALFORMED
-    assert server.take(client.send([b"later"])) == [], "who has failed is deaf"
-
-
-def test_what_was_swapped_is_not_heard():
-    client, server = joined(Keys.new())
-    first, second = client.send([b"first"]), client.send([b"second"])
-    assert server.take(second + first) == [("message", [b"second"]), *MALFORMED]
+def test_what_was_heard_or_swapped_is_not_heard():
+    for again in (0, 1):
+        client, server = joined(Keys.new())
+        frames = client.send([b"first"]), client.send([b"second"])
+        assert server.take(frames[1] + frames[again]) == [("message", [b"second"]), *MALFORMED]
+        assert server.take(client.send([b"later"])) == [], "who has failed is deaf"
 
 
 def test_what_is_said_to_one_is_not_heard_by_another():
@@ -554,32 +533,59 @@ def test_no_changed_byte_passes_a_sealed_message():
 # -- the class -------------------------------------------------------------------------------------
 
 
-def test_who_is_not_ready_sends_nothing():
-    side = ours(None, server=False)
-    for send in (lambda: side.send([b"x"]), lambda: side.ping(1)):
-        with pytest.raises(ValueError, match="follow the handshake"):
-            send()
-
-
 def test_keys_have_their_length():
     for wrong in ((b"x" * 32, b"x" * 32), (b"x" * 32, b"x" * 31, b"x" * 32)):
         with pytest.raises(ValueError, match="32 bytes"):
             _zmtp.Zmtp(True, wrong, 100)
     with pytest.raises(ValueError, match="functions are"):
-        _zmtp.use(addresses()[:-1])
+        _zmtp.use(sodium.addresses()[:-1])
 
 
-def test_closing_is_for_ever(keys):
-    client, server = joined(keys)
+def test_closing_is_for_ever_and_who_is_not_ready_sends_nothing(keys):
+    client, closed = joined(keys)
     sent = client.send([b"x"])
-    server.close()
-    server.close()
-    assert server.take(sent) == []
-    with pytest.raises(ValueError, match="follow the handshake"):
-        server.send([b"x"])
+    closed.close()
+    closed.close()
+    assert closed.take(sent) == []
+    for side in (ours(keys, server=False), closed):
+        for send in (lambda side=side: side.send([b"x"]), lambda side=side: side.ping(1)):
+            with pytest.raises(ValueError, match="follow the handshake"):
+                send()
 
 
 def test_many_pings_at_once(keys):
     client, server = joined(keys)
     assert take(server, b"".join(client.ping(0) for _ in range(500))) == []
     assert len(server.reply()) == 500 * (2 + 5 + (33 if keys else 0))
+
+
+# -- where libsodium is found ----------------------------------------------------------------------
+
+
+def test_it_is_the_one_that_libzmq_has_loaded():
+    import zmq  # noqa: F401, PLC0415 (which loads it)
+
+    assert len(sodium.addresses()) == len(sodium.FUNCTIONS)
+    mapped = {
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
+    }
+    assert len([path for path in mapped if "libsodium" in path]) == 1
+
+
+def test_the_systems_serves_where_pyzmq_brings_none(monkeypatch):
+    monkeypatch.setattr(sodium, "find_spec", lambda _: None)
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.23")
+    assert sodium.library() == "libsodium.so.23"
+
+
+def test_without_any_it_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(sodium, "library", lambda: None)
+    with pytest.raises(ConfigError, match="install pyzmq from a wheel"):
+        sodium.addresses()
+
+
+@pytest.mark.parametrize("name", ["libc.so.6", "libnone.so.1"])
+def test_one_that_is_no_libsodium_is_named(monkeypatch, name):
+    monkeypatch.setattr(sodium, "library", lambda: name)
+    with pytest.raises(ConfigError, match=f"{name} cannot be used"):
+        sodium.addresses()

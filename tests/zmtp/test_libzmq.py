@@ -81,6 +81,16 @@ def accepted(connect, keys, *, admits=True):
 
 
 @contextmanager
+def reached(libzmq, kind, keys, **options):
+    """A ROUTER or REP of libzmq that a client of ours has reached, or a client of a server's."""
+    serves = kind in (zmq.ROUTER, zmq.REP)
+    theirs = libzmq.socket(kind, keys, server=serves, **options)
+    with connected(theirs, keys) if serves else accepted(theirs.connect, keys) as wire:
+        assert wire.next() == ("ready",)
+        yield theirs, wire
+
+
+@contextmanager
 def authenticator(libzmq, admitted):
     """What admits one key to the sockets of a context."""
 
@@ -101,34 +111,20 @@ def authenticator(libzmq, admitted):
 # -- messages --------------------------------------------------------------------------------------
 
 
-def test_messages_reach_a_server_of_libzmq_and_come_back(libzmq, keys):
-    router = libzmq.socket(zmq.ROUTER, keys, server=True)
-    with connected(router, keys) as wire:
-        assert wire.next() == ("ready",)
+@pytest.mark.parametrize("kind", [zmq.ROUTER, zmq.DEALER])
+def test_messages_reach_a_socket_of_libzmq_and_come_back(libzmq, keys, kind):
+    with reached(libzmq, kind, keys) as (theirs, wire):
         for message in MESSAGES:
             wire.send(wire.side.send(message))
-            name, *frames = router.recv_multipart()
-            assert frames == message
-            router.send_multipart([name, *frames])
+            received = theirs.recv_multipart()  # with a name before it, or not
+            assert received[-len(message) :] == message
+            theirs.send_multipart(received)
             assert wire.next() == ("message", message)
-
-
-def test_messages_of_a_client_of_libzmq_come_and_go_back(libzmq, keys):
-    dealer = libzmq.socket(zmq.DEALER, keys, server=False)
-    with accepted(dealer.connect, keys) as wire:
-        assert wire.next() == ("ready",)
-        for message in MESSAGES:
-            dealer.send_multipart(message)
-            assert wire.next() == ("message", message)
-            wire.send(wire.side.send(message))
-            assert dealer.recv_multipart() == message
 
 
 def test_many_messages_at_once(libzmq, keys):
-    router = libzmq.socket(zmq.ROUTER, keys, server=True)
     messages = [[b"%d" % number, bytes(number * 7)] for number in range(300)]
-    with connected(router, keys) as wire:
-        assert wire.next() == ("ready",)
+    with reached(libzmq, zmq.ROUTER, keys) as (router, wire):
         wire.send(b"".join(wire.side.send(message) for message in messages))
         for message in messages:
             name, *frames = router.recv_multipart()
@@ -175,39 +171,25 @@ def test_no_server_for_sockets_of_other_patterns(libzmq, keys, kind):
 # -- who may connect -------------------------------------------------------------------------------
 
 
-def test_libzmq_asks_and_admits(libzmq):
-    keys = Keys.new()
-    router = libzmq.socket(zmq.ROUTER, keys, server=True)
-    router.zap_domain = DOMAIN.encode()
-    with authenticator(libzmq, keys.client), connected(router, keys) as wire:
-        assert wire.next() == ("ready",)
-
-
-def test_libzmq_asks_and_refuses(libzmq):
-    keys = Keys.new()
-    router = libzmq.socket(zmq.ROUTER, keys, server=True)
-    router.zap_domain = DOMAIN.encode()
-    with authenticator(libzmq, Pair.new()), connected(router, keys) as wire:
-        assert wire.next() == ("failed", "refused", "400")
-
-
-def test_libzmq_refuses_an_address(libzmq):
-    router = libzmq.socket(zmq.ROUTER, None, server=True)
-    router.zap_domain = DOMAIN.encode()
-    with authenticator(libzmq, None) as gate:
-        gate.deny("127.0.0.1")
-        with connected(router, None) as wire:
-            assert wire.next() == ("failed", "refused", "400")
+@pytest.mark.parametrize("why", ["admitted", "another key", "an address"])
+def test_libzmq_asks_and_we_hear_the_answer(libzmq, why):
+    keys = None if why == "an address" else Keys.new()
+    router = libzmq.socket(zmq.ROUTER, keys, server=True, zap_domain=DOMAIN.encode())
+    with authenticator(libzmq, keys.client if why == "admitted" else Pair.new()) as gate:
+        if why == "an address":
+            gate.deny("127.0.0.1")
+        with connected(router, keys) as wire:
+            refused = ("failed", "refused", "400")
+            assert wire.next() == (("ready",) if why == "admitted" else refused)
 
 
 @pytest.mark.parametrize("admits", [True, False])
 def test_we_ask_and_libzmq_hears_the_answer(libzmq, admits):
     keys = Keys.new()
     dealer = libzmq.socket(zmq.DEALER, keys, server=False)
+    succeeded, failed = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_HANDSHAKE_FAILED_AUTH
     with ExitStack() as stack:
-        monitor = dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
+        monitor = dealer.get_monitor_socket(succeeded | failed)
         stack.callback(monitor.close, linger=0)
         stack.callback(dealer.disable_monitor)
         wire = stack.enter_context(accepted(dealer.connect, keys, admits=admits))
@@ -215,19 +197,16 @@ def test_we_ask_and_libzmq_hears_the_answer(libzmq, admits):
         assert wire.asked == [("admit", z85.decode(keys.client.public))]
         assert monitor.poll(TIMEOUT_S * 1000)
         heard = recv_monitor_message(monitor)
-        if admits:
-            assert heard["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
-        else:
-            assert (heard["event"], heard["value"]) == (zmq.EVENT_HANDSHAKE_FAILED_AUTH, 400)
+        assert heard["event"] == (succeeded if admits else failed)
+        assert admits or heard["value"] == 400
 
 
 def test_a_client_with_another_servers_key_is_not_answered(libzmq):
     keys = Keys.new()
-    router = libzmq.socket(zmq.ROUTER, keys, server=True)
-    with connected(router, keys._replace(server=Pair.new())) as wire:
+    wrong = keys._replace(server=Pair.new())
+    with connected(libzmq.socket(zmq.ROUTER, keys, server=True), wrong) as wire:
         assert wire.next() == ("closed",)
-    dealer = libzmq.socket(zmq.DEALER, keys._replace(server=Pair.new()), server=False)
-    with accepted(dealer.connect, keys) as wire:
+    with accepted(libzmq.socket(zmq.DEALER, wrong, server=False).connect, keys) as wire:
         assert wire.next() == ("failed", "wrong-key", "")
 
 
@@ -244,49 +223,35 @@ def test_one_side_without_keys_is_told_apart(libzmq, with_keys):
 
 # -- heartbeats ------------------------------------------------------------------------------------
 
-IVL_MS, TIMEOUT_MS = 50, 500
+TIMEOUT_MS = 500
+BEATS = {"heartbeat_ivl": 50, "heartbeat_timeout": TIMEOUT_MS}
 
 
-def silent_for(wire, seconds):
-    """What happens while nobody sends a message; PINGs are answered."""
-    deadline = time.monotonic() + seconds
-    events = []
+def stays(wire, theirs):
+    """While nobody sends a message PINGs are answered, and a message arrives afterwards."""
+    before, deadline = wire.received, time.monotonic() + 2 * TIMEOUT_MS / 1000
     while (left := deadline - time.monotonic()) > 0:
-        events.append(wire.next(left))
-        if events[-1] == ("closed",):
-            break
-    return events
+        assert wire.next(left) == ("nothing",)
+    assert wire.received > before, "it has sent PINGs"
+    wire.send(wire.side.send([b"still here"]))
+    assert theirs.recv_multipart()[-1] == b"still here"
 
 
 @pytest.mark.extended_cases("NULL")
 def test_a_server_of_libzmq_hears_our_pongs(libzmq, keys):
-    beats = {"heartbeat_ivl": IVL_MS, "heartbeat_timeout": TIMEOUT_MS}
-    router = libzmq.socket(zmq.ROUTER, keys, server=True, **beats)
-    with connected(router, keys) as wire:
-        assert wire.next() == ("ready",)
-        before = wire.received
-        assert silent_for(wire, 2 * TIMEOUT_MS / 1000) == [("nothing",)]
-        assert wire.received > before, "it has sent PINGs"
-        wire.send(wire.side.send([b"still here"]))
-        assert router.recv_multipart()[1:] == [b"still here"]
+    with reached(libzmq, zmq.ROUTER, keys, **BEATS) as (router, wire):
+        stays(wire, router)
         time.sleep(2 * TIMEOUT_MS / 1000)  # and now we answer none
         assert wire.next() == ("closed",)
 
 
 def test_a_client_of_libzmq_hears_our_pongs(libzmq, keys):
-    beats = {"heartbeat_ivl": IVL_MS, "heartbeat_timeout": TIMEOUT_MS}
-    dealer = libzmq.socket(zmq.DEALER, keys, server=False, **beats)
-    with accepted(dealer.connect, keys) as wire:
-        events = silent_for(wire, 2 * TIMEOUT_MS / 1000)
-        assert events == [("ready",), ("nothing",)]
-        wire.send(wire.side.send([b"still here"]))
-        assert dealer.recv_multipart() == [b"still here"]
+    with reached(libzmq, zmq.DEALER, keys, **BEATS) as (dealer, wire):
+        stays(wire, dealer)
 
 
 def test_libzmq_answers_our_ping_and_minds_its_time_to_live(libzmq, keys):
-    router = libzmq.socket(zmq.ROUTER, keys, server=True)
-    with connected(router, keys) as wire:
-        assert wire.next() == ("ready",)
+    with reached(libzmq, zmq.ROUTER, keys) as (_, wire):
         before = wire.received
         wire.send(wire.side.ping(0))
         while wire.received == before:
