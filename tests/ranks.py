@@ -1,6 +1,6 @@
 """Starts the ranks of a job, waits for them, and leaves none behind.
 
-    with ranks(environments(2, servers), "-m", "tests.integration.ddp_cases", "options") as job:
+    with ranks(environments(2, servers), "-m", "tests.integration.ddp_cases", "case_") as job:
         first, second = job.results()
 
 A rank is a process of its own, forked from one that has imported torch (`tests.fork_server`), with

@@ -18,7 +18,6 @@ counts. A test may fail if `KNOWN` says why, and has to.
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -28,7 +27,6 @@ import traceback
 import types
 import unittest
 import unittest.mock
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -36,9 +34,11 @@ from typing import NamedTuple
 import pytest
 
 from reducer import local_pool
+from tests.frameworks import suites
+from tests.frameworks.suites import Ranks, Verdict
 from tests.horovod_imports import changed
 
-START_S, TEST_S, AFTER_S = 120.0, 90.0, 20.0  # AFTER_S: for the others, when one rank has failed
+LIMITS = {"start_s": 120.0, "test_s": 90.0, "after_s": 20.0}
 SOURCE = "HOROVOD_SOURCE"
 FOLDER = "test/parallel"
 CLASSES = {  # by their files
@@ -121,13 +121,6 @@ def table(file):
     return "| test | fails at ranks | because |\n|---|---|---|\n" + "".join(rows)
 
 
-class Verdict(NamedTuple):
-    """What became of a test at a rank: ``passed``, ``skipped`` or ``failed``, and why."""
-
-    outcome: str
-    why: str = ""
-
-
 def load(name):
     """Import a module of Horovod's tests, changed by the command of the page."""
     path = Path(os.environ[SOURCE], FOLDER, name)
@@ -180,7 +173,7 @@ def _at_least(one, other):
     return parts[0] >= parts[1]
 
 
-def serve(file, rank, world_size, pipe):
+def serve(rank, file, world_size, pipe):
     """Send the names of a file's tests; run the tests that the pipe names, until it sends None."""
     os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(world_size)}
     tests = suite(file)
@@ -235,73 +228,27 @@ def serve(file, rank, world_size, pipe):
         pipe.send(verdict)
 
 
-class Ranks:
-    """The processes that run tests.
-
-    Attributes:
-        tests: the names of all that the file has, in its order.
-    """
-
-    def __init__(self, file, world_size):
-        spawn = multiprocessing.get_context("spawn")
-        os.environ["PMIX_NAMESPACE"] = f"{os.getpid()}.{time.monotonic_ns()}"
-        pairs = [spawn.Pipe() for _ in range(world_size)]
-        self._pipes = [ours for ours, _ in pairs]
-        self._processes = [
-            spawn.Process(target=serve, args=(file, rank, world_size, theirs))
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self._processes:
-            process.start()
-        for pipe in self._pipes:
-            assert pipe.poll(START_S), "no process is ready"
-            self.tests = pipe.recv()
-
-    def run(self, task):
-        """Return the verdict on a test, or on whether the job goes on; the first bad one."""
-        for pipe in self._pipes:
-            pipe.send(task)
-        until = time.monotonic() + TEST_S
-        said = []
-        for rank, pipe in enumerate(self._pipes):
-            if any(verdict.outcome == "failed" for verdict in said):
-                until = min(until, time.monotonic() + AFTER_S)
-            try:
-                late = not pipe.poll(max(0.0, until - time.monotonic()))
-                said.append(Verdict("failed", f"rank {rank} hangs") if late else pipe.recv())
-            except EOFError:
-                said.append(Verdict("failed", f"the process of rank {rank} ended"))
-        bad = [verdict for verdict in said if verdict.outcome == "failed"]
-        hung = [verdict for verdict in bad if "hangs" in verdict.why]
-        return (hung or bad or said)[0]
-
-    def stop(self):
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-
 def run_all(file, world_size, only):
     """Run tests of a file, or all, one after the other; yield each with what became of it."""
-    ranks = Ranks(file, world_size)
 
-    def renew():
-        nonlocal ranks
-        ranks.stop()
-        ranks = Ranks(file, world_size)
+    def start():
+        os.environ["PMIX_NAMESPACE"] = f"{os.getpid()}.{time.monotonic_ns()}"
+        return Ranks(serve, world_size, file, world_size, **LIMITS)
 
+    ranks = start()
     try:
-        for number, name in enumerate(only or ranks.tests):
+        for number, name in enumerate(only or ranks.ready):
             verdict = ranks.run(name)
             if verdict.outcome == "failed":
                 after = ranks.run(number)
                 print("among others:", name, verdict.why[-800:])
                 print("the job", after.why if after.outcome == "failed" else "goes on", flush=True)
-                renew()
+                ranks.stop()
+                ranks = start()
                 verdict = ranks.run(name)
                 if verdict.outcome == "failed":  # each rank may have left it at another call
-                    renew()
+                    ranks.stop()
+                    ranks = start()
             yield name, verdict
     finally:
         ranks.stop()
@@ -310,25 +257,19 @@ def run_all(file, world_size, only):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", default="test_torch.py", choices=CLASSES)
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--only", default="", help="names of tests, with commas")
     parser.add_argument("--table", action="store_true", help="write what is known to fail, and why")
-    parser.add_argument("--json", type=Path, help="where to write what became of each")
+    suites.add_options(parser)
     options = parser.parse_args()
     if options.table:
         print(table(options.file), end="")
         return
     os.environ["REDUCTION_TIMEOUT"] = "20s"
-    ends = {}
     with local_pool(2) as servers:
         os.environ["REDUCTION_SERVERS"] = ",".join(servers)
         only = options.only.split(",") if options.only else []
-        for name, verdict in run_all(options.file, options.world_size, only):
-            ends[name] = verdict
-            print(f"{verdict.outcome:8}{name}", verdict.why[-800:], flush=True)
+        ends = suites.shown(run_all(options.file, options.world_size, only))
     if options.json:
         options.json.write_text(json.dumps(ends, indent=1))
-    print(dict(Counter(end.outcome for end in ends.values())))
     reasons = KNOWN[options.file].items()
     known = {name for name, reason in reasons if options.world_size in reason.sizes}
     failed = {name for name, end in ends.items() if end.outcome == "failed"}

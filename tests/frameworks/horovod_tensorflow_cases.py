@@ -16,8 +16,9 @@ import worker_client.horovod.keras as of_keras
 import worker_client.horovod.tensorflow as hvd
 import worker_client.horovod.tensorflow.keras as of_tensorflow
 from reducer.errors import ConfigError, MismatchError
-from tests.frameworks.cases import main
 from tests.horovod_imports import changed
+from tests.integration import horovod_calls
+from tests.integration.cases import run_cases
 from worker_client.horovod.tensorflow.host import HOST
 
 hvd.init()
@@ -65,32 +66,54 @@ def case_the_pages_command_changes_every_import():
     assert all(one is other for one, other in found["same"])
 
 
-def case_reductions():
-    expected = {hvd.Average: 1.5, hvd.Sum: 3.0, hvd.Min: 1.0, hvd.Max: 2.0, hvd.Product: 2.0}
-    for op, value in expected.items():
-        for got in everywhere(lambda op=op: hvd.allreduce(tf.fill((2, 3), mine), op=op)):
-            np.testing.assert_array_equal(got, np.full((2, 3), value, np.float32))
-    for got in everywhere(lambda: hvd.allreduce(tf.constant([rank, 4]), average=False, name="n")):
-        assert (got.dtype, got.numpy().tolist()) == (tf.int32, [1, 8])
-    got = hvd.allreduce(tf.constant([mine], tf.bfloat16), prescale_factor=2.0, postscale_factor=4.0)
-    assert (got.dtype, float(got[0])) == (tf.bfloat16, 12.0)
-    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
-        got = hvd.allreduce(tf.Variable(mine), compression=compression, op=hvd.Sum)
-        assert (got.dtype, float(got)) == (tf.float32, 3.0)
+def tensor_of(elements, dtype="float32"):
+    return tf.cast(tf.constant(elements), dtype)
 
 
-def case_groups_of_several_dtypes():
-    def reduced():
-        given = [tf.fill((3,), mine), tf.constant([rank], tf.int64), tf.constant(mine, tf.float64)]
-        return hvd.grouped_allreduce(given, op=hvd.Sum)
+def result_of(tensor):
+    return horovod_calls.Result(tensor.numpy().tolist(), tensor.dtype.name)
 
-    for got in everywhere(reduced):
-        assert [one.numpy().tolist() for one in got] == [[3.0] * 3, [1], 3.0]
-        assert [one.dtype for one in got] == [tf.float32, tf.int64, tf.float64]
-    scattered = hvd.grouped_reducescatter([tf.range(3.0), tf.fill((2, 2), mine)], op=hvd.Sum)
-    assert [one.numpy().tolist() for one in scattered] == (
-        [[4.0], [[3.0, 3.0]]] if rank else [[0.0, 2.0], [[3.0, 3.0]]]
-    )
+
+def case_calls():
+    given = (hvd, tensor_of, [0, 1], rank)
+    calls = [*horovod_calls.reductions(*given), *horovod_calls.exchanges(*given)]
+    calls += horovod_calls.compressions(hvd, tensor_of)
+    horovod_calls.check(calls, result_of)
+    for name, call, expected in calls:
+        graph = tf.function(lambda call=call: call())
+        horovod_calls.check([(f"{name}, in a graph", graph, expected)], result_of)
+
+
+def case_gradients_pass_through_calls():
+    for name, call, given, factors, expected in horovod_calls.gradients(
+        hvd, tensor_of, [0, 1], rank
+    ):
+        x = tf.Variable(given)
+
+        def gradient(x=x, call=call, factors=factors):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(call(x) * factors)
+            return tape.gradient(loss, x)
+
+        for got in everywhere(gradient):
+            assert got.numpy().tolist() == expected, name
+    x = tf.Variable(1.0)
+    with (
+        pytest.raises(ConfigError, match="gradient of Max is not defined"),
+        tf.GradientTape() as tape,
+    ):
+        tape.gradient(hvd.allreduce(x, op=hvd.Max), x)
+
+
+def case_arguments_and_refusals():
+    variable = hvd.allreduce(tf.Variable(mine), op=hvd.Sum)
+    assert (variable.dtype, float(variable)) == (tf.float32, 3.0)
+    for message, call in (
+        ("one dimension or more", lambda: hvd.allgather(tf.constant(1.0))),
+        ("use numbers", lambda: hvd.broadcast(tf.constant("text"), 0)),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
 
 
 def case_slices_are_gathered():
@@ -104,28 +127,7 @@ def case_slices_are_gathered():
         np.testing.assert_array_equal(dense, [[0.5, 0.5], [1.0, 1.0]])
 
 
-def case_rows_of_all_ranks():
-    for got in everywhere(lambda: hvd.allgather(tf.fill((rank + 1, 2), rank))):
-        assert got.numpy().tolist() == [[0, 0], [1, 1], [1, 1]]
-    first, second = hvd.grouped_allgather([tf.constant([rank]), tf.constant([mine])])
-    assert (first.numpy().tolist(), second.numpy().tolist()) == ([0, 1], [1.0, 2.0])
-    for got in everywhere(lambda: hvd.alltoall(tf.constant([rank * 2, rank * 2 + 1]))):
-        assert got.numpy().tolist() == [rank, 2 + rank]
-    splits = tf.constant([1, 2] if rank == 0 else [0, 1])
-    got, counts = hvd.alltoall(tf.range(3) + 10 * rank, splits)
-    assert (got.numpy().tolist(), counts.numpy().tolist()) == (
-        ([1, 2, 10], [2, 1]) if rank else ([0], [1, 0])
-    )
-    with pytest.raises(ConfigError, match="one dimension or more"):
-        hvd.allgather(tf.constant(1.0))
-
-
 def case_the_root_has_it():
-    for dtype in (tf.float32, tf.bool, tf.uint16, tf.bfloat16):
-        for got in everywhere(lambda d=dtype: hvd.broadcast(tf.cast([rank, 1], d), 1, name="b")):
-            assert (got.dtype, tf.cast(got, tf.int32).numpy().tolist()) == (dtype, [1, 1])
-    with pytest.raises(ConfigError, match="use numbers"):
-        hvd.broadcast(tf.constant("text"), 0)
     variables = [tf.Variable([mine]), keras.Variable(rank, dtype="int32")]
     hvd.broadcast_variables(variables, root_rank=1, inplace=True)
     assert (float(variables[0][0]), int(variables[1])) == (2.0, 1)
@@ -134,33 +136,6 @@ def case_the_root_has_it():
     assert hvd.broadcast_object_fn(root_rank=1)(rank) == 1
     with pytest.raises(RuntimeError, match=r"model\.variables"):
         hvd.broadcast_global_variables(0)
-
-
-def case_gradients_pass_through_calls():
-    x = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
-    weights = tf.fill((4, 2), mine)
-
-    def of(call, factors):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(call(x) * factors)
-        return tape.gradient(loss, x)
-
-    expected = [
-        (lambda x: hvd.allreduce(x, op=hvd.Sum), weights[:2], np.full((2, 2), 3.0)),
-        (hvd.allreduce, weights[:2], np.full((2, 2), 1.5)),
-        (hvd.allgather, weights, np.full((2, 2), 1.5)),
-        (lambda x: hvd.broadcast(x, 1), weights[:2], np.full((2, 2), 1.5 * rank)),
-        (hvd.alltoall, weights[:2], [[1.0, 1.0], [2.0, 2.0]]),
-        # Both keep one row: the first of them goes to rank 0, and none to rank 1.
-        (lambda x: hvd.alltoall(x, [1, 0])[0], mine, [[1.0, 1.0], [0.0, 0.0]]),
-        (lambda x: hvd.reducescatter(x, op=hvd.Sum), mine, [[2.0, 2.0], [4.0, 4.0]]),
-        (hvd.reducescatter, mine, [[1.0, 1.0], [2.0, 2.0]]),
-    ]
-    for call, factors, gradient in expected:
-        for got in everywhere(lambda c=call, f=factors: of(c, f)):
-            np.testing.assert_array_equal(got, gradient)
-    with pytest.raises(ConfigError, match="gradient of Max is not defined"):
-        of(lambda x: hvd.allreduce(x, op=hvd.Max), 1.0)
 
 
 def case_numbers_are_found_when_a_graph_runs():
@@ -412,4 +387,4 @@ def case_every_joined_rank_is_waited_for():
 
 
 if __name__ == "__main__":
-    main(globals())
+    run_cases(globals())

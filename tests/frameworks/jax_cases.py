@@ -9,7 +9,7 @@ import pytest
 
 import worker_client
 from reducer.errors import ConfigError, MismatchError
-from tests.frameworks.cases import main
+from tests.integration.cases import run_cases
 from worker_client.client.bootstrap import connect
 from worker_client.jax import all_reduce, broadcast, value_and_grad
 
@@ -123,4 +123,4 @@ def case_torch_is_not_needed():
 
 
 if __name__ == "__main__":
-    main(globals())
+    run_cases(globals())

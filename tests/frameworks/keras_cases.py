@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import worker_client
 from reducer.errors import ConfigError
-from tests.frameworks.cases import main
+from tests.integration.cases import run_cases
 from worker_client.client.bootstrap import connect
 from worker_client.keras import (
     BroadcastGlobalVariablesCallback,
@@ -142,4 +142,4 @@ def case_a_rank_that_leaves_ends_fit_with_its_name():
 
 
 if __name__ == "__main__":
-    main(globals())
+    run_cases(globals())

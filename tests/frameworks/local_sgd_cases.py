@@ -4,7 +4,6 @@ Started by test_local_sgd as ``python -m tests.frameworks.local_sgd_cases CASE``
 environment names no reducers, the same is done over Gloo.
 """
 
-import logging
 import os
 import re
 import sys
@@ -23,6 +22,7 @@ from torch.distributed.algorithms.model_averaging import averagers, hierarchical
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.frameworks.small import network
 from tests.ranks import ROOT, refusal, write_result
 from worker_client import torch_backend
 
@@ -57,7 +57,7 @@ class Training:
     def __init__(self, steps=18):
         torch.manual_seed(0)
         self.steps = steps
-        self.network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.network = network(16)
         self.count = self._count
         self.counted = []
         self.names = {
@@ -187,9 +187,8 @@ def accelerated_backend():
 def lightning():
     import lightning.pytorch as pl  # noqa: PLC0415
 
-    from worker_client.lightning import ReductionEnvironment  # noqa: PLC0415
+    from tests.frameworks.lightning_trainer import make_trainer  # noqa: PLC0415
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     training = Training()
 
     class Registered(pl.strategies.DDPStrategy):
@@ -222,18 +221,8 @@ def lightning():
     training.run(code)
     batches = list(training.batches())
     training.counted.clear()
-    trainer = pl.Trainer(
-        strategy=training.names["strategy"],
-        accelerator="cpu",
-        num_nodes=2,
-        plugins=[ReductionEnvironment()],
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-    )
+    strategy = training.names["strategy"]
+    trainer = make_trainer(pl, strategy, max_epochs=1, use_distributed_sampler=False)
     trainer.fit(Module(), torch.utils.data.DataLoader(batches, batch_size=None))
     return training.end()
 

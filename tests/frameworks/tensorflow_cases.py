@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import worker_client
 from reducer.errors import ConfigError, MismatchError, RankLostError
-from tests.frameworks.cases import main
+from tests.integration.cases import run_cases
 from worker_client.client.bootstrap import connect
 from worker_client.tensorflow import DistributedGradientTape, all_reduce, broadcast_variables
 
@@ -168,4 +168,4 @@ def case_torch_is_not_needed():
 
 
 if __name__ == "__main__":
-    main(globals())
+    run_cases(globals())

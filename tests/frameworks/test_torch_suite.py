@@ -10,7 +10,7 @@ from tests.commands import run_command
 
 pytest.importorskip("torch", reason="needs torch")
 
-SUITE = Path(__file__).with_name("torch_suite.py")
+SUITE = ("-m", "tests.frameworks.torch_suite")
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("size", [2, 4])
 def test_all_that_passes_over_gloo_passes(size, tmp_path):
     out = tmp_path / "ends.json"
-    done = run_command(sys.executable, SUITE, "--world-size", size, "--json", out, cwd=ROOT)
+    done = run_command(sys.executable, *SUITE, "--world-size", size, "--json", out, cwd=ROOT)
     assert out.exists(), done.stderr
     gloo, ours = json.loads(out.read_text()).values()
     passed = [name for name, end in gloo.items() if end[0] == "passed"]

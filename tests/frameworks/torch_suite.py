@@ -4,37 +4,28 @@ They come with torch. Every test that passes over Gloo is run over the backend, 
 name. All run in the same processes, each in a process group of its own; where one fails or hangs,
 the next gets new processes.
 
-    python tests/frameworks/torch_suite.py [--world-size 4] [--only NAME,NAME]
+    python -m tests.frameworks.torch_suite [--world-size 4] [--only NAME,NAME]
 """
-# ruff: noqa: PLC0415, T201 (torch's tests read the environment when imported; this is a command)
+# ruff: noqa: PLC0415 (torch's tests read the environment when imported; this is a command)
 
 import argparse
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-import time
 import traceback
 import types
 import unittest
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
 
 from reducer import local_pool
+from tests.frameworks import suites
+from tests.frameworks.suites import Ranks, Verdict
 
-START_S, TEST_S = 300.0, 60.0  # for all ranks to start, and to make one test
+LIMITS = {"start_s": 300.0, "test_s": 60.0, "after_s": 5.0}
 GLOO, OURS = "gloo", "reduction"
 MODULE = "torch.testing._internal.distributed.distributed_test"
-
-
-class Verdict(NamedTuple):
-    """What became of a test at a rank: ``passed``, ``skipped`` or ``failed``, and why."""
-
-    outcome: str
-    why: str = ""
 
 
 class Name(str):
@@ -106,59 +97,16 @@ def serve(rank, backend, pipe):
     pipe.send("ready")
     while (task := pipe.recv()) is not None:
         try:
-            verdict = run(*task)
-            reduced = torch_backend.bytes_reduced()
+            verdict = run(*task)._replace(bytes_reduced=torch_backend.bytes_reduced())
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException:  # noqa: BLE001 (the verdict on the test)
-            verdict, reduced = Verdict("failed", traceback.format_exc()), 0
-        pipe.send((verdict, reduced))
-
-
-class Ranks:
-    """The processes that run tests."""
-
-    def __init__(self, backend, world_size):
-        spawn = multiprocessing.get_context("spawn")
-        pairs = [spawn.Pipe() for _ in range(world_size)]
-        self._pipes = [ours for ours, _ in pairs]
-        self._processes = [
-            spawn.Process(target=serve, args=(rank, backend, theirs))
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self._processes:
-            process.start()
-        for pipe in self._pipes:
-            assert pipe.poll(START_S)
-            assert pipe.recv() == "ready"
-
-    def run(self, name, file):
-        """Return each rank's verdict on a test, and the bytes that rank 0 reduced."""
-        for pipe in self._pipes:
-            pipe.send((name, file))
-        until = time.monotonic() + TEST_S
-        said = []
-        for rank, pipe in enumerate(self._pipes):
-            if any(verdict.outcome == "failed" for verdict, _ in said):
-                until = min(until, time.monotonic() + 5)
-            try:
-                if not pipe.poll(max(0.0, until - time.monotonic())):
-                    said.append((Verdict("failed", f"rank {rank} was not done in time"), 0))
-                    continue
-                said.append(pipe.recv())
-            except EOFError:
-                said.append((Verdict("failed", f"the process of rank {rank} ended"), 0))
-        return [verdict for verdict, _ in said], said[0][1]
-
-    def stop(self):
-        """End the processes."""
-        for process in self._processes:
-            process.kill()
-            process.join()
+            verdict = Verdict("failed", traceback.format_exc())
+        pipe.send(verdict)
 
 
 def run_all(backend, world_size, names):
-    """Run tests one after the other; yield each with what became of it and the bytes reduced."""
+    """Run tests one after the other; yield each with what became of it."""
     ranks = None
     with tempfile.TemporaryDirectory() as root:
         os.environ.update(
@@ -169,13 +117,12 @@ def run_all(backend, world_size, names):
                 Path(root, folder).mkdir(exist_ok=True)
                 for left in Path(root, folder).iterdir():
                     left.unlink()
-            ranks = ranks or Ranks(backend, world_size)
-            verdicts, reduced = ranks.run(name, f"{root}/{name}")
-            bad = [verdict for verdict in verdicts if verdict.outcome == "failed"]
-            if bad:
+            ranks = ranks or Ranks(serve, world_size, backend, **LIMITS)
+            verdict = ranks.run((name, f"{root}/{name}"))
+            yield name, verdict
+            if verdict.outcome == "failed":
                 ranks.stop()
                 ranks = None
-            yield name, (bad or verdicts)[0], reduced
         if ranks is not None:
             ranks.stop()
 
@@ -189,9 +136,7 @@ def all_names():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--only", default="", help="names of tests, with commas")
-    parser.add_argument("--json", type=Path, help="where to write what became of each")
+    suites.add_options(parser)
     options = parser.parse_args()
     os.environ["WORLD_SIZE"] = str(options.world_size)  # tests read it when they are imported
     names = options.only.split(",") if options.only else all_names()
@@ -199,13 +144,9 @@ def main():
     with local_pool(2) as servers:
         os.environ["REDUCTION_SERVERS"] = ",".join(servers)
         for backend in (GLOO, OURS):
-            ends[backend] = {}
-            for name, verdict, reduced in run_all(backend, options.world_size, names):
-                ends[backend][name] = (*verdict, reduced)
-                what = f"{backend}: {verdict.outcome:8}{name} ({reduced} bytes reduced)"
-                print(what, verdict.why[-800:], flush=True)
-            print(backend, dict(Counter(end[0] for end in ends[backend].values())))
-            names = [name for name, end in ends[backend].items() if end[0] == "passed"]
+            verdicts = run_all(backend, options.world_size, names)
+            ends[backend] = suites.shown(verdicts, f"{backend}: ")
+            names = [name for name, end in ends[backend].items() if end.outcome == "passed"]
     if options.json:
         options.json.write_text(json.dumps(ends, indent=1))
     sys.exit(names != list(ends[OURS]))

@@ -1,6 +1,6 @@
-"""One rank of the DDP tests: runs every case through Gloo and through the reducers.
+"""One rank of the DDP tests: runs the cases whose names begin so.
 
-Started by test_ddp as `python -m tests.integration.ddp_cases GROUP` with torchrun's environment.
+Started by test_ddp as `python -m tests.integration.ddp_cases NAMES` with torchrun's environment.
 """
 
 import copy
@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -21,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import worker_client
 from reducer.errors import ReductionError
-from tests.ranks import refusal, write_result
+from tests.integration.cases import of_all, run_cases
+from tests.ranks import refusal
 from worker_client.ddp import DEFAULT_BUCKET_CAP_MB, ReductionState, reduction_hook, state_of
 
 STEPS = 50
@@ -96,7 +98,36 @@ def train(case, reduction, mixed=True):
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
-    return {"losses": losses, "digest": digest(ddp), "hooks": reduction}
+    return losses, digest(ddp)
+
+
+def assert_same_training(case, **options):
+    """Check that a case trains as over Gloo, and to the same bits everywhere; return these."""
+    gloo, _ = train(case, False, **options)
+    losses, weights = train(case, True, **options)
+    assert len(gloo) >= 40, case
+    assert losses == pytest.approx(gloo, rel=1e-5), case
+    assert gloo[-1] < gloo[0], case  # it did learn something
+    return losses, weights
+
+
+def case_every_option_trains_like_gloo():
+    client = worker_client.init()
+    for case in OPTIONS:
+        before = client.bytes_reduced
+        trained = assert_same_training(case)
+        assert len({weights for _, weights in of_all(trained)}) == 1, case
+        # All steps but those without synchronization reduce at least the model's 9 KiB, or half.
+        assert client.bytes_reduced - before > 20 * 9_000, case
+        if case == "many_buckets":
+            assert train(case, True) == trained, "a second run has the same bits"
+
+
+def three_ranks_train_in_fp32():
+    _, weights = assert_same_training("find_unused_parameters", mixed=False)
+    assert of_all(weights) == [weights] * 3
+    (gloo, _), (losses, _) = (train("join_of_who_is_left", on, mixed=False) for on in (False, True))
+    assert losses == pytest.approx(gloo, rel=1e-5)
 
 
 def digest(model, *, gradients=False):
@@ -107,18 +138,20 @@ def digest(model, *, gradients=False):
     return total.hexdigest()
 
 
-def errors():
+def case_errors():
     """A slow rank makes backward() raise a typed error at every rank; the next step works."""
-    client = worker_client.init()
-    client.timeout_s = 2.0
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(Net(mixed=False), find_unused_parameters=True)
-    worker_client.attach(ddp)
+    late(DistributedDataParallel(Net(mixed=False), find_unused_parameters=True))
+
+
+def late(ddp):
+    """See that a model's training goes on after a step that was too late."""
+    client = worker_client.attach(ddp)
+    on = next(ddp.parameters()).device
     seen = []
-    raised_after = []
     for step in range(5):
-        x = torch.randn(8, 20)
-        loss = ddp(x).square().mean()
+        client.timeout_s = 2.0 if step == 2 else 300.0
+        loss = ddp(torch.randn(8, 20).to(on)).square().mean()
         if step == 2 and dist.get_rank() == 1:
             time.sleep(3.0)
         start = time.monotonic()
@@ -127,14 +160,13 @@ def errors():
             seen.append("ok")
         except ReductionError as error:
             seen.append(f"{type(error).__name__} {getattr(error, 'missing', None)}")
-            raised_after.append(time.monotonic() - start)
+            assert time.monotonic() - start < 30
         ddp.zero_grad()
-    client.timeout_s = 300.0
-    return {"seen": seen, "raised_after": raised_after}
+    assert seen == ["ok", "ok", "ReductionTimeout (1,)", "ok", "ok"]
 
 
-def buffers():
-    """Rank 1 is late before each forward pass; then the ranks' buffers before and after one."""
+def case_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late():
+    """Rank 1 is late before each forward pass."""
     client, rank = worker_client.init(), dist.get_rank()
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     layers.register_buffer("transposed", torch.arange(12.0).reshape(3, 4).t())
@@ -145,7 +177,8 @@ def buffers():
         if rank == 1:
             time.sleep(0.2)
         ddp(torch.randn(8, 4)).sum().backward()
-    waited_s = client.waited_s - waited_s
+    if rank == 0:
+        assert client.waited_s - waited_s > 0.5, "rank 1 was late by 2 s"
     layers.transposed.add_(-float(rank))
     mine = {name: buffer.tolist() for name, buffer in layers.named_buffers()}
     ddp.eval()
@@ -154,7 +187,10 @@ def buffers():
     hooked = []
     ddp._register_buffer_comm_hook(None, lambda _, named: hooked.extend(named))
     ddp(torch.ones(1, 4))
-    return {"waited_s": waited_s, "mine": mine, "theirs": theirs, "hooked": hooked}
+    first, second = of_all(mine)
+    assert first != second
+    assert theirs == first
+    assert hooked == (list(mine) if rank == 0 else hooked), "a user's own hook has them instead"
 
 
 class Segment(torch.autograd.Function):
@@ -199,8 +235,21 @@ class Segments(torch.nn.Module):
         return self.run(self.last, hidden)
 
 
+def case_backward_raises_what_failed_in_a_nested_one():
+    plain = nested_errors("plain")
+    for kind in SEGMENTS:
+        digests = nested_errors(kind)
+        of_both = of_all(digests)
+        for step in (0, 1, 3):
+            assert of_both[0][step] == of_both[1][step] == plain[step], kind
+
+
 def nested_errors(kind):
-    """The first bucket's all-reduce fails in a nested backward pass, the last one's is well."""
+    """The first bucket's all-reduce fails in a nested backward pass, the last one's is well.
+
+    Returns:
+        Digests of the gradients after each step.
+    """
 
     def between():
         state.weight = None
@@ -224,17 +273,17 @@ def nested_errors(kind):
         except ReductionError as error:
             seen.append(type(error).__name__)
         digests.append(digest(ddp, gradients=True))
-    return {"seen": seen, "digests": digests}
+    assert seen == ["", "", "MismatchError", ""], kind
+    return digests
 
 
-def sparse_in_hook():
+def case_sparse_gradients_end_in_an_error_of_backward():
     ddp = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
     ddp.register_comm_hook(ReductionState(), reduction_hook)
-    return refusal(ddp(torch.tensor([1, 2])).sum().backward)
+    assert "sparse" in refusal(ddp(torch.tensor([1, 2])).sum().backward)
 
 
-def copies():
-    """An attached model is copied, averaged, written to a file and read again."""
+def case_an_attached_model_can_be_copied_averaged_and_saved():
     net = torch.nn.Linear(4, 4)
     ddp = DistributedDataParallel(net)
     client = worker_client.attach(ddp)
@@ -251,18 +300,15 @@ def copies():
         ddp(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
         optimizer.step()
         averaged.update_parameters(ddp)
-    states = [model._comm_hooks[0][1] for model in (copied, loaded)]
-    return {
-        "the model still trains through reducers": client.bytes_reduced - before >= 3 * 80,
-        "copies are independent": not torch.equal(copied.module.weight, net.weight),
-        "copies are as the model was": torch.equal(copied.module.weight, loaded.module.weight),
-        "averages are of the model": not torch.equal(averaged.module.module.weight, net.weight),
-        "their hooks' states have the client": all(state.client is client for state in states),
-    }
+    assert client.bytes_reduced - before >= 3 * 80, "it still trains through reducers"
+    assert not torch.equal(copied.module.weight, net.weight)
+    assert torch.equal(copied.module.weight, loaded.module.weight)
+    assert not torch.equal(averaged.module.module.weight, net.weight)
+    for model in (copied, loaded):
+        assert model._comm_hooks[0][1].client is client
 
 
-def profiled():
-    """A step under torch's profiler, whose last rank comes late: what ranges lasted, ms."""
+def case_torchs_profiler_shows_each_bucket_until_its_result_is_there():
     ddp = DistributedDataParallel(torch.nn.Linear(4, 4))
     worker_client.attach(ddp)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -270,67 +316,48 @@ def profiled():
         time.sleep(0.05 * dist.get_rank())
         loss.backward()
     events = [event for event in profile.events() if event.name.startswith("reduction: ")]
-    return {event.name: event.cpu_time_total / 1000 for event in events}
+    assert [event.name for event in events] == ["reduction: bucket 0"]
+    early, late_ms = of_all(events[0].cpu_time_total / 1000)
+    assert early > 40 > late_ms
 
 
-def refusals():
-    """What attach() says to models that a hook cannot serve."""
+def case_attach_refuses_and_names_the_fix():
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415
 
-    refused = partial(refusal, worker_client.attach)
-    said = {"bare": refused(Net()), "sparse": ""}
-    sparse = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
-    said["sparse"] = refused(sparse)
-    twice = DistributedDataParallel(Net(mixed=False))
+    twice, builtin = (DistributedDataParallel(Net(mixed=False)) for _ in range(2))
     worker_client.attach(twice)
-    said["second"] = refused(twice)
-    builtin = DistributedDataParallel(Net(mixed=False))
     builtin._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    said["builtin"] = refused(builtin)
     low = torch.bfloat16
     precision = MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low)
     with patch("torch.Stream"):  # DDP makes one here, which needs a driver where torch has CUDA
         mixed = DistributedDataParallel(Net(mixed=False), mixed_precision=precision)
-    said["mixed_precision"] = refused(mixed)
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        said["python_reducer"] = refused(DistributedDataParallel(Net(mixed=False)))
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first = next(layer.named_parameters())
     delayed = DistributedDataParallel(
         layer, delay_all_reduce_named_params=[first], param_to_hook_all_reduce=first[1]
     )
-    said["delay_all_reduce"] = refused(delayed)
-    pair = dist.new_group([0, 1])
+    dist.new_group([0, 1])
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    del pair
-    said["sub_group"] = refused(DistributedDataParallel(Net(mixed=False), process_group=alone))
-    return said
+    models = {
+        "attach(DistributedDataParallel(model))": Net(),
+        "sparse=False": DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True)),
+        "remove the other attach() or register_comm_hook() call": twice,
+        "fp16_compress_wrapper(reduction_hook)": builtin,
+        "torch.autocast": mixed,
+        "wrap the model without it": delayed,
+        "rank 0 of 1": DistributedDataParallel(Net(mixed=False), process_group=alone),
+    }
+    for fix, model in models.items():
+        assert fix in refusal(worker_client.attach, model)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        compiled = DistributedDataParallel(Net(mixed=False))
+        assert "optimize_ddp at its default" in refusal(worker_client.attach, compiled)
 
 
-def main(group):
+def main(names):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    results = {}
-    if group == "options":
-        for case in OPTIONS:
-            results[case] = {"gloo": train(case, False), "reduction": train(case, True)}
-        results["repeat"] = {"reduction": train("many_buckets", True)}
-    elif group == "fp32":
-        for case in ("find_unused_parameters", "join_of_who_is_left"):
-            results[case] = {
-                "gloo": train(case, False, mixed=False),
-                "reduction": train(case, True, mixed=False),
-            }
-    else:
-        results["errors"] = errors()
-        results["nested_errors"] = {kind: nested_errors(kind) for kind in SEGMENTS}
-        results["sparse_in_hook"] = sparse_in_hook()
-        results["buffers"] = buffers()
-        results["copies"] = copies()
-        results["profiled"] = profiled()
-        results["refusals"] = refusals()
-    results["bytes_reduced"] = worker_client.init().bytes_reduced
-    write_result(results)
+    run_cases(globals(), names=names, stop=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -12,11 +12,9 @@ numbers where the check's name says that they are rounded.
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import write_result
 from worker_client.torch_backend import bytes_reduced  # registers it, with torch before 2.14
-
-Check = Callable[[], Any]
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
@@ -60,6 +56,14 @@ SHAPES = {
 }
 
 
+def size():
+    return dist.get_world_size()
+
+
+def world():
+    return dist.group.WORLD
+
+
 def values(*shape, dtype=torch.float32):
     """Return this rank's contribution, of small whole numbers."""
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -75,8 +79,24 @@ def noise(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=generator).to(dtype)
 
 
+def parts(*shape, dtype=torch.float32):
+    """Return room for what each rank sends."""
+    return [torch.zeros(shape, dtype=dtype) for _ in range(size())]
+
+
 def with_op(name):
     return getattr(dist.ReduceOp, name)
+
+
+def after(call, output, *arguments, **options):
+    """Return what a collective leaves in its first argument."""
+    call(output, *arguments, **options)
+    return output
+
+
+def at_rank(rank, given):
+    """Return what is given at one rank, and nothing at the others."""
+    return given if dist.get_rank() == rank else None
 
 
 # -- reductions
@@ -92,113 +112,55 @@ def reductions():
         yield f"all_reduce, {name_of(dtype)}, SUM, rounded", partial(all_reduced_noise, dtype)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         for op in ("SUM", "AVG", "MAX", "BXOR"):
-            what = f"{name_of(dtype)}, {op}"
-            yield f"reduce, {what}", partial(reduced_to, dtype, op)
-            yield f"reduce_scatter, {what}", partial(scattered, dtype, op)
-            yield f"reduce_scatter_tensor, {what}", partial(scattered_tensor, dtype, op)
-            yield f"all_reduce_coalesced, {what}", partial(coalesced, dtype, op)
-    yield "reduce_scatter, uneven", scattered_unevenly
-    yield "reduce_scatter_tensor, with two dimensions", scattered_matrix
-    yield "reduce_scatter_tensor, transposed", scattered_transposed
-    yield "all_reduce_coalesced, of several types", coalesced_of_several_types
-    yield "all_reduce, of nothing that is a number", all_reduced_nan
-    yield "all_reduce, of infinities", all_reduced_infinities
-    yield "all_reduce, integers that overflow", all_reduced_overflow
-    yield "all_reduce, the same tensor three times", all_reduced_thrice
-    yield "all_reduce, many in a row", all_reduced_many
+            for name, check in BY_DTYPE_AND_OP.items():
+                yield f"{name}, {name_of(dtype)}, {op}", partial(check, dtype, with_op(op))
+    yield from REDUCTIONS.items()
 
 
 def all_reduced(dtype, op):
-    tensor = values(3, 5, dtype=dtype)
-    dist.all_reduce(tensor, with_op(op))
-    return tensor
+    return after(dist.all_reduce, values(3, 5, dtype=dtype), with_op(op))
 
 
 def all_reduced_shape(shape):
-    tensor = SHAPES[shape](values(4, 6))
-    dist.all_reduce(tensor)
+    tensor = after(dist.all_reduce, SHAPES[shape](values(4, 6)))
     return [tensor.to_dense(), list(tensor.stride()) if tensor.layout is torch.strided else None]
 
 
 def all_reduced_noise(dtype):
-    tensor = noise(301, dtype=dtype)
-    dist.all_reduce(tensor)
-    return tensor
+    return after(dist.all_reduce, noise(301, dtype=dtype))
 
 
 def reduced_to(dtype, op):
-    tensor, last = values(6, dtype=dtype), dist.get_world_size() - 1
-    dist.reduce(tensor, last, with_op(op))
-    return tensor if dist.get_rank() == last else None  # elsewhere it is undefined
+    last = size() - 1
+    return at_rank(last, after(dist.reduce, values(6, dtype=dtype), last, op))
 
 
 def scattered(dtype, op):
-    parts = list(values(dist.get_world_size(), 4, dtype=dtype))
-    output = torch.zeros(4, dtype=dtype)
-    dist.reduce_scatter(output, parts, with_op(op))
-    return [output, parts]
+    given, output = list(values(size(), 4, dtype=dtype)), torch.zeros(4, dtype=dtype)
+    return [after(dist.reduce_scatter, output, given, op), given]
 
 
 def scattered_tensor(dtype, op):
-    whole = values(dist.get_world_size() * 4, dtype=dtype)
-    output = torch.zeros(4, dtype=dtype)
-    dist.reduce_scatter_tensor(output, whole, with_op(op))
-    return [output, whole]
-
-
-def scattered_matrix():
-    whole, output = values(2 * dist.get_world_size(), 3), torch.zeros(2, 3)
-    dist.reduce_scatter_tensor(output, whole)
-    return output
-
-
-def scattered_transposed():
-    whole, output = values(3, 2 * dist.get_world_size()).t(), torch.zeros(2, 3)
-    dist.reduce_scatter_tensor(output, whole)
-    return output
-
-
-def scattered_unevenly():
-    parts = [values(rank + 2) for rank in range(dist.get_world_size())]
-    output = torch.zeros(dist.get_rank() + 2)
-    dist.reduce_scatter(output, parts)
-    return output
+    given, output = values(size() * 4, dtype=dtype), torch.zeros(4, dtype=dtype)
+    return [after(dist.reduce_scatter_tensor, output, given, op), given]
 
 
 def coalesced(dtype, op):
-    tensors = [values(3, dtype=dtype), values(2, 2, dtype=dtype)]
-    dist.all_reduce_coalesced(tensors, with_op(op))
-    return tensors
+    return after(dist.all_reduce_coalesced, [values(3, dtype=dtype), values(2, 2, dtype=dtype)], op)
 
 
-def coalesced_of_several_types():
-    tensors = [values(3, dtype=dtype) for dtype in (torch.float32, torch.int64, torch.float32)]
-    dist.all_reduce_coalesced(tensors)
-    return tensors
-
-
-def all_reduced_nan():
-    found = []
-    for op in ("SUM", "MIN", "MAX"):
-        tensor = torch.tensor([1.0, float("nan"), 2.0])
-        dist.all_reduce(tensor, with_op(op))
-        found.append(tensor)
-    return found
-
-
-def all_reduced_infinities():
-    tensor = torch.tensor([float("inf"), -float("inf"), 65504.0]).half()
-    dist.all_reduce(tensor)
-    return tensor
+BY_DTYPE_AND_OP = {
+    "reduce": reduced_to,
+    "reduce_scatter": scattered,
+    "reduce_scatter_tensor": scattered_tensor,
+    "all_reduce_coalesced": coalesced,
+}
 
 
 def all_reduced_overflow():
     tensors = [torch.tensor([100], dtype=torch.int8), torch.tensor([200], dtype=torch.uint8)]
     tensors += [torch.tensor([2**62 + 5])]
-    for tensor in tensors:
-        dist.all_reduce(tensor)
-        dist.all_reduce(tensor)
-    return tensors
+    return [after(dist.all_reduce, after(dist.all_reduce, tensor)) for tensor in tensors]
 
 
 def all_reduced_thrice():
@@ -216,89 +178,67 @@ def all_reduced_many():
     return tensors
 
 
+REDUCTIONS = {
+    "reduce_scatter, uneven": lambda: after(
+        dist.reduce_scatter,
+        torch.zeros(dist.get_rank() + 2),
+        [values(rank + 2) for rank in range(size())],
+    ),
+    "reduce_scatter_tensor, with two dimensions": lambda: after(
+        dist.reduce_scatter_tensor, torch.zeros(2, 3), values(2 * size(), 3)
+    ),
+    "reduce_scatter_tensor, transposed": lambda: after(
+        dist.reduce_scatter_tensor, torch.zeros(2, 3), values(3, 2 * size()).t()
+    ),
+    "all_reduce_coalesced, of several types": lambda: after(
+        dist.all_reduce_coalesced, [values(3), values(3, dtype=torch.int64), values(3)]
+    ),
+    "all_reduce, of nothing that is a number": lambda: [
+        after(dist.all_reduce, torch.tensor([1.0, float("nan"), 2.0]), with_op(op))
+        for op in ("SUM", "MIN", "MAX")
+    ],
+    "all_reduce, of infinities": lambda: after(
+        dist.all_reduce, torch.tensor([float("inf"), -float("inf"), 65504.0]).half()
+    ),
+    "all_reduce, integers that overflow": all_reduced_overflow,
+    "all_reduce, the same tensor three times": all_reduced_thrice,
+    "all_reduce, many in a row": all_reduced_many,
+}
+
+
 # -- what is no reduction
 
 
 def others():
     for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
-        what = name_of(dtype)
-        yield f"broadcast, {what}", partial(broadcast, dtype)
-        yield f"all_gather, {what}", partial(gathered_by_all, dtype)
-        yield f"all_to_all_single, {what}", partial(exchanged, dtype)
-    for check in (
-        *(gathered_into_tensor, gathered_unevenly, gathered_coalesced, gathered, scatter),
-        *(exchanged_unevenly, exchanged_lists, objects, received_from_any, sent_in_batch),
-        *(barriers, monitored, monitored_all, monitored_seconds, tensor_of_shards),
-        tensors_that_gloo_frees,
-    ):
-        yield check.__name__.replace("_", " "), check
+        for name, check in BY_DTYPE.items():
+            yield f"{name}, {name_of(dtype)}", partial(check, dtype)
+    yield from OTHERS.items()
 
 
-def broadcast(dtype):
-    tensor = values(5, dtype=dtype)
-    dist.broadcast(tensor, 1)
-    return tensor
-
-
-def gathered_by_all(dtype):
-    parts = [torch.zeros(5, dtype=dtype) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, values(5, dtype=dtype))
-    return parts
-
-
-def exchanged(dtype):
-    whole = values(dist.get_world_size() * 2, dtype=dtype)
-    output = torch.zeros_like(whole)
-    dist.all_to_all_single(output, whole)
-    return output
-
-
-def gathered_into_tensor():
-    output = torch.zeros(3 * dist.get_world_size())
-    dist.all_gather_into_tensor(output, values(3))
-    return output
-
-
-def gathered_unevenly():
-    parts = [torch.zeros(rank + 1) for rank in range(dist.get_world_size())]
-    dist.all_gather(parts, values(dist.get_rank() + 1))
-    return parts
-
-
-def gathered_coalesced():
-    parts = [[torch.zeros(2), torch.zeros(3)] for _ in range(dist.get_world_size())]
-    dist.all_gather_coalesced(parts, [values(2), values(3)])
-    return parts
+BY_DTYPE = {
+    "broadcast": lambda dtype: after(dist.broadcast, values(5, dtype=dtype), 1),
+    "all_gather": lambda dtype: after(
+        dist.all_gather, parts(5, dtype=dtype), values(5, dtype=dtype)
+    ),
+    "all_to_all_single": lambda dtype: after(
+        dist.all_to_all_single,
+        torch.zeros(size() * 2, dtype=dtype),
+        values(size() * 2, dtype=dtype),
+    ),
+}
 
 
 def gathered():
-    parts = None
-    if dist.get_rank() == 1:
-        parts = [torch.zeros(3) for _ in range(dist.get_world_size())]
-    dist.gather(values(3), parts, dst=1)
-    return parts
-
-
-def scatter():
-    tensor = torch.zeros(3)
-    parts = list(values(dist.get_world_size(), 3)) if dist.get_rank() == 1 else None
-    dist.scatter(tensor, parts, src=1)
-    return tensor
+    room = at_rank(1, parts(3))
+    dist.gather(values(3), room, dst=1)
+    return room
 
 
 def exchanged_unevenly():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    takes, gives = [rank + 1] * size, [other + 1 for other in range(size)]
+    takes, gives = [dist.get_rank() + 1] * size(), [other + 1 for other in range(size())]
     output = torch.zeros(sum(takes))
-    dist.all_to_all_single(output, values(sum(gives)), takes, gives)
-    return output
-
-
-def exchanged_lists():
-    size = dist.get_world_size()
-    outputs = [torch.zeros(3) for _ in range(size)]
-    dist.all_to_all(outputs, list(values(size, 3)))
-    return outputs
+    return after(dist.all_to_all_single, output, values(sum(gives)), takes, gives)
 
 
 def objects():
@@ -324,10 +264,10 @@ def received_from_any():
 
 
 def sent_in_batch():
-    rank, size, got = dist.get_rank(), dist.get_world_size(), torch.zeros(3)
+    rank, got = dist.get_rank(), torch.zeros(3)
     ring = [
-        dist.P2POp(dist.isend, values(3), (rank + 1) % size),
-        dist.P2POp(dist.irecv, got, (rank - 1) % size),
+        dist.P2POp(dist.isend, values(3), (rank + 1) % size()),
+        dist.P2POp(dist.irecv, got, (rank - 1) % size()),
     ]
     for work in dist.batch_isend_irecv(ring):
         work.wait()
@@ -339,61 +279,66 @@ def barriers():
     return [work.wait(), work.is_completed(), dist.barrier()]
 
 
-def monitored():
-    return dist.monitored_barrier(timeout=timedelta(seconds=20))
-
-
-def monitored_all():
-    return dist.monitored_barrier(dist.group.WORLD, wait_all_ranks=True)
-
-
-def monitored_seconds():
-    return dist.monitored_barrier(timeout=20.0)
-
-
 def tensor_of_shards():
     """Torch asks for a device that the group serves, and there may be no other than the CPU."""
-    size = dist.get_world_size()
-    spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(size)])
-    whole = torch.empty(2 * size, 2) if dist.get_rank() == 0 else None
-    sharded_tensor.ones(spec, 2 * size, 2).gather(out=whole)
+    spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(size())])
+    whole = at_rank(0, torch.empty(2 * size(), 2))
+    sharded_tensor.ones(spec, 2 * size(), 2).gather(out=whole)
     return whole
 
 
 def tensors_that_gloo_frees():
     """Leave the last reference to a tensor to a thread of Gloo's, which then needs the GIL."""
-    size = dist.get_world_size()
     for _ in range(300):
         dist.broadcast(torch.ones(10), 0, async_op=True)
-        dist.all_gather([torch.ones(10) for _ in range(size)], torch.ones(10), async_op=True)
-        dist.all_to_all_single(torch.ones(size), torch.ones(size), async_op=True)
+        dist.all_gather(parts(10), torch.ones(10), async_op=True)
+        dist.all_to_all_single(torch.ones(size()), torch.ones(size()), async_op=True)
         dist.barrier()
 
 
+OTHERS = {
+    "gathered into tensor": lambda: after(
+        dist.all_gather_into_tensor, torch.zeros(3 * size()), values(3)
+    ),
+    "gathered unevenly": lambda: after(
+        dist.all_gather,
+        [torch.zeros(rank + 1) for rank in range(size())],
+        values(dist.get_rank() + 1),
+    ),
+    "gathered coalesced": lambda: after(
+        dist.all_gather_coalesced,
+        [[torch.zeros(2), torch.zeros(3)] for _ in range(size())],
+        [values(2), values(3)],
+    ),
+    "gathered": gathered,
+    "scatter": lambda: after(
+        dist.scatter, torch.zeros(3), at_rank(1, list(values(size(), 3))), src=1
+    ),
+    "exchanged unevenly": exchanged_unevenly,
+    "exchanged lists": lambda: after(dist.all_to_all, parts(3), list(values(size(), 3))),
+    "objects": objects,
+    "received from any": received_from_any,
+    "sent in batch": sent_in_batch,
+    "barriers": barriers,
+    "monitored": lambda: dist.monitored_barrier(timeout=timedelta(seconds=20)),
+    "monitored all": lambda: dist.monitored_barrier(world(), wait_all_ranks=True),
+    "monitored seconds": lambda: dist.monitored_barrier(timeout=20.0),
+    "tensor of shards": tensor_of_shards,
+    "tensors that gloo frees": tensors_that_gloo_frees,
+}
+
+
 # -- handles
-
-
-def handles():
-    for name, ask in HANDLE.items():
-        yield f"a handle's {name}", partial(asked_of_handle, ask)
-    yield "a handle of several tensors", handle_of_several
-    yield "a handle that C++ keeps", handle_kept
-    yield "callbacks come before the end", callbacks_before_the_end
-    yield "futures that wait for one another", futures_that_wait
-    yield "a future whose callback fails", future_that_fails
-    yield "a future's done callback", future_done
-    yield "torch.futures.collect_all", futures_together
 
 
 HANDLE = {
     "wait": lambda work: work.wait(),
     "wait with a timeout": lambda work: work.wait(timedelta(seconds=20)),
     "second wait": lambda work: [work.wait(), work.wait()],
-    "is_completed": lambda work: [work.wait(), work.is_completed()],
-    "is_success": lambda work: [work.wait(), work.is_success()],
-    "exception": lambda work: [work.wait(), work.exception()],
-    "result": lambda work: [work.wait(), work.result()],
-    "synchronize": lambda work: [work.wait(), work.synchronize()],
+    **{
+        name: lambda work, name=name: [work.wait(), getattr(work, name)()]
+        for name in ("is_completed", "is_success", "exception", "result", "synchronize")
+    },
     "source_rank": lambda work: [work.wait(), work._source_rank()],
     "future": lambda work: work.get_future().wait(),
     "future's done": lambda work: [work.get_future().wait(), work.get_future().done()],
@@ -447,68 +392,64 @@ def callbacks_before_the_end():
     return ends
 
 
+def future_of(tensor):
+    return dist.all_reduce(tensor, async_op=True).get_future()
+
+
 def futures_that_wait():
     first, second, third = values(3), values(4), values(5)
 
     def go_on(done):
         found = done.value()[0].clone()
-        more = dist.all_reduce(second, async_op=True).get_future().wait()[0]
+        more = future_of(second).wait()[0]
         dist.all_reduce(third)
         return [found, more, third]
 
-    return dist.all_reduce(first, async_op=True).get_future().then(go_on).wait()
+    return future_of(first).then(go_on).wait()
 
 
 def future_that_fails():
     def fail(_):
         raise ValueError("by a callback")
 
-    return dist.all_reduce(values(3), async_op=True).get_future().then(fail).wait()
+    return future_of(values(3)).then(fail).wait()
 
 
 def future_done():
     found = torch.futures.Future()
-    future = dist.all_reduce(values(3), async_op=True).get_future()
-    future.add_done_callback(lambda done: found.set_result(done.value()[0] + 1))
+    future_of(values(3)).add_done_callback(lambda done: found.set_result(done.value()[0] + 1))
     return found.wait()
 
 
 def futures_together():
-    futures = [dist.all_reduce(values(at), async_op=True).get_future() for at in (1, 2, 3)]
+    futures = [future_of(values(at)) for at in (1, 2, 3)]
     return [one.value() for one in torch.futures.collect_all(futures).wait()]
 
 
+HANDLES = {
+    **{f"a handle's {name}": partial(asked_of_handle, ask) for name, ask in HANDLE.items()},
+    "a handle of several tensors": handle_of_several,
+    "a handle that C++ keeps": handle_kept,
+    "callbacks come before the end": callbacks_before_the_end,
+    "futures that wait for one another": futures_that_wait,
+    "a future whose callback fails": future_that_fails,
+    "a future's done callback": future_done,
+    "torch.futures.collect_all": futures_together,
+}
+
+
 # -- groups, and calls that are one
-
-
-def groups():
-    for check in (
-        *(group_of_some, groups_in_another_order, group_of_all, group_of_one, group_by_itself),
-        *(group_with_a_timeout, group_with_a_description, groups_by_size, groups_by_list),
-        *(what_is_known_of_a_group, group_that_was_destroyed, group_is_split),
-        *(group_is_split_by_its_method, reduced_in_a_group, sorted_group, group_of_gloo),
-        *(together_all_reduce, together_reduce_scatter, together_all_gather, together_async),
-        *(together_of_nothing, meshes, mesh_is_flat),
-    ):
-        yield check.__name__.replace("_", " "), check
 
 
 def total(group, shape=3):
     """Return an all-reduce in a group, None where this rank is none of its members."""
     if group is None or group == dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    tensor = values(shape)
-    dist.all_reduce(tensor, group=group)
-    return tensor
-
-
-def group_of_some():
-    return total(dist.new_group([0, 1]))
+    return after(dist.all_reduce, values(shape), group=group)
 
 
 def groups_in_another_order():
-    size = dist.get_world_size()
-    pairs = [dist.new_group(sorted({at, (at + 1) % size})) for at in range(size)]
+    pairs = [dist.new_group(sorted({at, (at + 1) % size()})) for at in range(size())]
     mine = [pair for pair in pairs if pair != dist.GroupMember.NON_GROUP_MEMBER]
     tensors = [values(2) for _ in mine]
     works = [
@@ -520,22 +461,10 @@ def groups_in_another_order():
     return tensors
 
 
-def group_of_all():
-    return total(dist.new_group())
-
-
-def group_of_one():
-    return [total(dist.new_group([rank])) for rank in range(dist.get_world_size())]
-
-
 def group_by_itself():
     if dist.get_rank() > 1:
         return None
     return total(dist.new_group([0, 1], use_local_synchronization=True))
-
-
-def group_with_a_timeout():
-    return total(dist.new_group(timeout=timedelta(seconds=15)))
 
 
 def group_with_a_description():
@@ -543,14 +472,8 @@ def group_with_a_description():
     return [group.group_desc, total(group)]
 
 
-def groups_by_size():
-    mine, every = dist.new_subgroups(dist.get_world_size() // 2)
-    return [len(every), total(mine)]
-
-
-def groups_by_list():
-    size = dist.get_world_size()
-    mine, every = dist.new_subgroups_by_enumeration([[0], list(range(1, size))])
+def subgroups(made):
+    mine, every = made
     return [len(every), total(mine)]
 
 
@@ -573,54 +496,23 @@ def group_that_was_destroyed():
     return total(group)
 
 
-def group_is_split():
-    halves = [[0], list(range(1, dist.get_world_size()))]
-    return total(dist.split_group(split_ranks=halves))
-
-
-def group_is_split_by_its_method():
-    return total(dist.group.WORLD.split_group([0, 1]))
-
-
 def reduced_in_a_group():
     group = dist.new_group()
-    outputs, tensor = torch.zeros(2), values(2 * dist.get_world_size())
-    dist.reduce_scatter_tensor(outputs, tensor, group=group)
-    parts = [torch.zeros(2) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, outputs, group=group)
-    return parts
+    output = torch.zeros(2)
+    dist.reduce_scatter_tensor(output, values(2 * size()), group=group)
+    return after(dist.all_gather, parts(2), output, group=group)
 
 
-def sorted_group():
-    return total(dist.new_group(list(reversed(range(dist.get_world_size())))))
+def halves():
+    return [[0], list(range(1, size()))]
 
 
-def group_of_gloo():
-    return total(dist.new_group(backend="gloo"))
-
-
-def together_all_reduce():
-    tensors = [values(3), values(4)]
+def together(call, *pairs):
+    """Make calls as one; return what they leave in the first argument of each."""
     with dist._coalescing_manager():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    return tensors
-
-
-def together_reduce_scatter():
-    outputs = [torch.zeros(2), torch.zeros(3)]
-    with dist._coalescing_manager():
-        for output in outputs:
-            dist.reduce_scatter_tensor(output, values(len(output) * dist.get_world_size()))
-    return outputs
-
-
-def together_all_gather():
-    outputs = [torch.zeros(size * dist.get_world_size()) for size in (2, 3)]
-    with dist._coalescing_manager():
-        for output in outputs:
-            dist.all_gather_into_tensor(output, values(len(output) // dist.get_world_size()))
-    return outputs
+        for arguments in pairs:
+            call(*arguments)
+    return [output for output, *_ in pairs]
 
 
 def together_async():
@@ -631,22 +523,44 @@ def together_async():
     return [manager.wait(), tensors]
 
 
-def together_of_nothing():
-    with dist._coalescing_manager():
-        pass
-    return total(dist.group.WORLD)
+def mesh_of(*names):
+    return init_device_mesh("cpu", (size() // 2, 2), mesh_dim_names=names)
 
 
 def meshes():
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of("replicate", "shard")
     return [mesh.get_coordinate(), *(total(mesh.get_group(at)) for at in (0, 1))]
 
 
-def mesh_is_flat():
-    size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("a", "b"))
-    return total(mesh["a", "b"]._flatten().get_group())
+GROUPS = {
+    "group of some": lambda: total(dist.new_group([0, 1])),
+    "groups in another order": groups_in_another_order,
+    "group of all": lambda: total(dist.new_group()),
+    "group of one": lambda: [total(dist.new_group([rank])) for rank in range(size())],
+    "group by itself": group_by_itself,
+    "group with a timeout": lambda: total(dist.new_group(timeout=timedelta(seconds=15))),
+    "group with a description": group_with_a_description,
+    "groups by size": lambda: subgroups(dist.new_subgroups(size() // 2)),
+    "groups by list": lambda: subgroups(dist.new_subgroups_by_enumeration(halves())),
+    "what is known of a group": what_is_known_of_a_group,
+    "group that was destroyed": group_that_was_destroyed,
+    "group is split": lambda: total(dist.split_group(split_ranks=halves())),
+    "group is split by its method": lambda: total(world().split_group([0, 1])),
+    "reduced in a group": reduced_in_a_group,
+    "sorted group": lambda: total(dist.new_group(list(reversed(range(size()))))),
+    "group of gloo": lambda: total(dist.new_group(backend="gloo")),
+    "together all reduce": lambda: together(dist.all_reduce, [values(3)], [values(4)]),
+    "together reduce scatter": lambda: together(
+        dist.reduce_scatter_tensor, *[(torch.zeros(at), values(at * size())) for at in (2, 3)]
+    ),
+    "together all gather": lambda: together(
+        dist.all_gather_into_tensor, *[(torch.zeros(at * size()), values(at)) for at in (2, 3)]
+    ),
+    "together async": together_async,
+    "together of nothing": lambda: [together(dist.all_reduce), total(world())],
+    "meshes": meshes,
+    "mesh is flat": lambda: total(mesh_of("a", "b")["a", "b"]._flatten().get_group()),
+}
 
 
 # -- gradients
@@ -657,7 +571,7 @@ def gradients():
         for op in ("SUM", "AVG", "MIN", "MAX", "PRODUCT"):
             yield f"gradients, {name_of(dtype)}, {op}, rounded", partial(gradients_by, dtype, op)
     for name, options in DDP.items():
-        yield f"DDP, {name}, rounded", partial(trained, dict(options))
+        yield f"DDP, {name}, rounded", partial(trained, options)
     for name, hook in HOOKS.items():
         rounded = "rounded to 16 bits" if "16" in name else "rounded"
         yield f"DDP, {name}, {rounded}", partial(trained, {}, hook)
@@ -677,14 +591,21 @@ def network(norm=torch.nn.LayerNorm):
     )
 
 
-def steps(model, count=4):
+def backward(model, dtype=torch.float32):
+    model(torch.randn(6, 8, dtype=dtype)).square().mean().backward()
+
+
+def gradients_of(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def steps(model, count=4, sgd=torch.optim.SGD):
     """Train a model; return its weights."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model.parameters(), lr=0.05)
     torch.manual_seed(100 + dist.get_rank())
-    dtype = next(model.parameters()).dtype
     for _ in range(count):
         optimizer.zero_grad()
-        model(torch.randn(6, 8, dtype=dtype)).square().mean().backward()
+        backward(model)
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
@@ -692,7 +613,7 @@ def steps(model, count=4):
 def gradients_by(dtype, op):
     model = DistributedDataParallel(network().to(dtype))
     model.register_comm_hook(
-        dist.group.WORLD,
+        world(),
         lambda group, bucket: (
             dist.all_reduce(bucket.buffer(), with_op(op), group=group, async_op=True)
             .get_future()
@@ -700,8 +621,8 @@ def gradients_by(dtype, op):
         ),
     )
     torch.manual_seed(100 + dist.get_rank())
-    model(torch.randn(6, 8, dtype=dtype)).square().mean().backward()
-    return [parameter.grad for parameter in model.parameters()]
+    backward(model, dtype)
+    return gradients_of(model)
 
 
 DDP = {
@@ -781,18 +702,12 @@ def joined_unevenly():
 
 
 def with_unused_parameters():
-    class Two(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(3)
-            self.both = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
-
-        def forward(self, given):
-            return self.both[dist.get_rank() % 2](given)
-
-    model = DistributedDataParallel(Two(), find_unused_parameters=True)
+    torch.manual_seed(3)
+    two = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
+    two.forward = two[dist.get_rank() % 2].forward
+    model = DistributedDataParallel(two, find_unused_parameters=True)
     model(values(3, 4)).sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
+    return gradients_of(model)
 
 
 def sparse_gradients():
@@ -805,14 +720,8 @@ def sparse_gradients():
 
 
 def with_zero():
-    model = DistributedDataParallel(network())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
-    torch.manual_seed(100 + dist.get_rank())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(6, 8)).square().mean().backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    sgd = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD)
+    return steps(DistributedDataParallel(network()), 3, sgd)
 
 
 def sharded():
@@ -866,29 +775,32 @@ def whole():
     return values(4 * dist.get_world_size())
 
 
-def world():
-    return dist.group.WORLD
-
-
 FUNCTIONAL = {
-    "all_reduce": lambda: functional.all_reduce(whole(), "sum", world()) + 0,
-    "all_reduce, avg": lambda: functional.all_reduce(whole(), "avg", world()) + 0,
-    "all_reduce, max": lambda: functional.all_reduce(whole(), "max", world()) + 0,
-    "all_reduce_coalesced": lambda: [
-        one + 0 for one in functional.all_reduce_coalesced([whole(), whole()], "sum", world())
-    ],
-    "all_gather_tensor": lambda: functional.all_gather_tensor(whole(), 0, world()) + 0,
-    "reduce_scatter_tensor": (
-        lambda: functional.reduce_scatter_tensor(whole(), "sum", 0, world()) + 0
-    ),
-    "reduce_scatter_tensor_coalesced": lambda: [
-        one + 0
-        for one in functional.reduce_scatter_tensor_coalesced(
-            [whole(), whole()], "sum", [0, 0], world()
+    **{
+        name: lambda call=call, arguments=arguments: call(whole(), *arguments, world()) + 0
+        for name, call, arguments in (
+            ("all_reduce", functional.all_reduce, ["sum"]),
+            ("all_reduce, avg", functional.all_reduce, ["avg"]),
+            ("all_reduce, max", functional.all_reduce, ["max"]),
+            ("all_gather_tensor", functional.all_gather_tensor, [0]),
+            ("reduce_scatter_tensor", functional.reduce_scatter_tensor, ["sum", 0]),
+            ("all_to_all_single", functional.all_to_all_single, [None, None]),
+            ("broadcast", functional.broadcast, [1]),
         )
-    ],
-    "all_to_all_single": lambda: functional.all_to_all_single(whole(), None, None, world()) + 0,
-    "broadcast": lambda: functional.broadcast(whole(), 1, world()) + 0,
+    },
+    **{
+        name: lambda call=call, arguments=arguments: [
+            one + 0 for one in call([whole(), whole()], *arguments, world())
+        ]
+        for name, call, arguments in (
+            ("all_reduce_coalesced", functional.all_reduce_coalesced, ["sum"]),
+            (
+                "reduce_scatter_tensor_coalesced",
+                functional.reduce_scatter_tensor_coalesced,
+                ["sum", [0, 0]],
+            ),
+        )
+    },
 }
 
 
@@ -898,16 +810,11 @@ FUNCTIONAL = {
 def errors():
     for name, call in ERRORS.items():
         yield f"error: {name}", call
-    yield "error: a mesh of too many ranks", lambda: init_device_mesh("cpu", (99,))
-    yield "a call after all these errors", lambda: total(dist.group.WORLD)
+    yield "a call after all these errors", lambda: total(world())
 
 
 def ones(count=3, **options):
     return torch.ones(count, **options)
-
-
-def size():
-    return dist.get_world_size()
 
 
 def two_kinds():
@@ -970,6 +877,7 @@ ERRORS = {
     "a model without gradients": lambda: DistributedDataParallel(
         torch.nn.Linear(2, 2).requires_grad_(False)
     ),
+    "a mesh of too many ranks": lambda: init_device_mesh("cpu", (99,)),
 }
 
 
@@ -978,8 +886,8 @@ ERRORS = {
 
 def all_checks():
     """Return the checks by their names, in the order in which they run."""
-    kinds = (reductions(), others(), handles(), groups(), gradients(), errors())
-    return {name: check for kind in kinds for name, check in kind}
+    handles, groups = HANDLES.items(), GROUPS.items()
+    return dict([*reductions(), *others(), *handles, *groups, *gradients(), *errors()])
 
 
 def name_of(dtype):

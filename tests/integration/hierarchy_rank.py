@@ -9,12 +9,14 @@ import sys
 import time
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from reducer.errors import ReductionError
+from tests.integration.cases import of_all
 from tests.integration.ddp_cases import digest
 from tests.ranks import refusal, write_result
 from worker_client.client.bootstrap import connect
@@ -42,25 +44,26 @@ def step(ddp, optimizer):
 
 
 def train():
-    found = {}
-    for mode in ("off", "auto"):
+    """Train without hierarchy and with it, which changes how many there are between nodes alone."""
+    everybody, nodes = dist.get_world_size(), len(set(of_all(os.environ["GROUP_RANK"])))
+    trained = []
+    for mode, between in (("off", everybody), ("auto", nodes if nodes > 1 else everybody)):
         client = connect(hierarchy=mode)
+        assert client.spec.world_size == between
         ddp = model_on(client)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         torch.manual_seed(1 + dist.get_rank())
         losses = [step(ddp, optimizer) for _ in range(STEPS)]
-        found[mode] = {
-            "between": client.spec.world_size,
-            "losses": losses,
-            "weights": digest(ddp),
-            "bytes_reduced": client.bytes_reduced,
-        }
+        trained.append((losses, client.bytes_reduced))
+        assert len(set(of_all(digest(ddp)))) == 1
         names = list(all_gather_bytes(client, f"rank {client.rank}".encode()).values())
-        found[mode]["names"] = [name.decode() for name in names]
-        found[mode]["by_name"] = by_name(client)
+        assert names == [f"rank {rank}".encode() for rank in range(everybody)]
+        assert by_name(client) == [4, 8, 12]
         dist.barrier()
         client.shutdown()
-    return found
+    (losses, sent), (others, as_much) = trained
+    assert losses == (others if nodes == 1 else pytest.approx(others, rel=1e-5))
+    assert sent == as_much
 
 
 def by_name(client):

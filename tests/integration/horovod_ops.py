@@ -13,29 +13,67 @@ import torch
 import worker_client.horovod as hvd
 import worker_client.horovod.torch as horovods
 from reducer.errors import ConfigError, MismatchError
+from tests.integration import horovod_calls
 
 SIZE = 3
-DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.int8, torch.int32, torch.int64, torch.uint8),
-)
-FOLDS = {
-    hvd.Sum: lambda values: values.sum(0),
-    hvd.Min: lambda values: values.amin(0),
-    hvd.Max: lambda values: values.amax(0),
-    hvd.Product: lambda values: values.prod(0),
-    hvd.Average: lambda values: values.sum(0) / SIZE,
-}
+DTYPES = [getattr(torch, name) for name in horovod_calls.DTYPES]
 
 
-def mine(dtype=torch.float32, rank=None):
-    """Small whole numbers, others at every rank; no result overflows or is rounded."""
-    at = hvd.rank() if rank is None else rank
-    return torch.tensor([[3, 6], [9, 0]], dtype=dtype) + 3 * (at % 2)
+def tensor_of(elements, dtype="float32", device="cpu"):
+    return torch.tensor(elements, dtype=getattr(torch, dtype), device=device)
 
 
-def everybodys(dtype):
-    return torch.stack([mine(dtype, rank) for rank in range(SIZE)]).double()
+def result_of(tensor):
+    return horovod_calls.Result(tensor.tolist(), str(tensor.dtype).removeprefix("torch."))
+
+
+class Way:
+    """The interface, each of whose calls is made in another way, if there is such a way.
+
+    Args:
+        ending: of the names of calls: ``_async``, ``_`` for those in place, or both.
+        given: arguments of all calls.
+    """
+
+    def __init__(self, ending="", **given):
+        self._ending = ending
+        self._given = given
+
+    def __getattr__(self, name):
+        call = getattr(hvd, name + self._ending, getattr(hvd, name))
+
+        def made(*arguments, **named):
+            found = call(*arguments, **named, **self._given)
+            return hvd.synchronize(found) if "_async" in call.__name__ else found
+
+        return made if callable(call) else call
+
+
+def gradient_of(call, given, factors):
+    x = torch.tensor(given, requires_grad=True)
+    (call(x) * torch.tensor(factors)).sum().backward()
+    return x.grad.tolist()
+
+
+def check_all(way, ranks=range(SIZE)):
+    """Make the calls of the table in a way."""
+    calls = (way, tensor_of, list(ranks), hvd.rank())
+    horovod_calls.check(horovod_calls.reductions(*calls), result_of)
+    horovod_calls.check(horovod_calls.exchanges(*calls), result_of)
+
+
+def check_gradients(way, ranks=range(SIZE)):
+    calls = horovod_calls.gradients(way, tensor_of, list(ranks), hvd.rank())
+    for name, call, given, factors, expected in calls:
+        assert gradient_of(call, given, factors) == expected, name
+
+
+def mine():
+    """Small whole numbers, others at every rank."""
+    return torch.tensor([[3.0, 6.0], [9.0, 0.0]]) + 3 * (hvd.rank() % 2)
+
+
+TOTAL = torch.tensor([[12.0, 21.0], [30.0, 3.0]])
 
 
 def case_places():
@@ -43,21 +81,24 @@ def case_places():
     assert (hvd.size(), hvd.local_size(), hvd.cross_size()) == (SIZE, SIZE, 1)
     assert (hvd.local_rank(), hvd.cross_rank(), hvd.is_homogeneous()) == (hvd.rank(), 0, True)
     hvd.init()  # a second time changes nothing
-    with pytest.raises(ConfigError, match="without comm="):
-        hvd.init(comm=[0, 1])
 
 
-def case_every_op_of_every_dtype():
-    for dtype in DTYPES:
-        for op, fold in FOLDS.items():
-            given = mine(dtype)
-            reduced = hvd.allreduce(given, op=op, name=f"{op.name}.{dtype}")
-            assert torch.equal(given, mine(dtype))
-            assert reduced.dtype == dtype
-            expected = fold(everybodys(dtype))
-            # A short type wraps around, as it does where Horovod adds.
-            expected = expected.long().to(dtype) if op is not hvd.Average else expected.to(dtype)
-            assert torch.equal(reduced, expected), (op, dtype, reduced, expected)
+def case_calls():
+    check_all(hvd)
+    horovod_calls.check(horovod_calls.compressions(hvd, tensor_of), result_of)
+
+
+def case_calls_that_do_not_wait():
+    check_all(Way("_async"))
+
+
+def case_calls_in_place():
+    check_all(Way("_"))
+    check_all(Way("_async_"))
+
+
+def case_gradients_pass_through():
+    check_gradients(hvd)
 
 
 def case_averages_of_integers_are_cut():
@@ -67,13 +108,22 @@ def case_averages_of_integers_are_cut():
     assert hvd.allreduce(torch.tensor([-hvd.rank()]), postscale_factor=0.75).tolist() == [0]
 
 
-def case_in_place():
+def case_what_is_in_place_and_what_is_not():
+    given = mine()
+    hvd.allreduce(given)
+    hvd.broadcast(given, 1)
+    assert torch.equal(given, mine())
     tensor = mine().t()  # not contiguous
     assert hvd.allreduce_(tensor, op=hvd.Sum) is tensor
-    assert torch.equal(tensor, everybodys(torch.float32).sum(0).float().t())
+    assert torch.equal(tensor, TOTAL.t())
     weight = torch.nn.Parameter(mine())
-    assert hvd.synchronize(hvd.allreduce_async_(weight, op=hvd.Max)) is weight
-    assert torch.equal(weight.detach(), everybodys(torch.float32).amax(0).float())
+    assert hvd.synchronize(hvd.allreduce_async_(weight, op=hvd.Sum)) is weight
+    assert torch.equal(weight.detach(), TOTAL)
+    tensors = [mine(), mine().t() + 1]
+    reduced = hvd.grouped_allreduce_(tensors, op=hvd.Sum)
+    for one, other, expected in zip(tensors, reduced, (TOTAL, TOTAL.t() + 3), strict=True):
+        assert torch.equal(one, expected)
+        assert torch.equal(other, expected)
 
 
 def case_many_at_once():
@@ -90,100 +140,57 @@ def case_many_at_once():
     while not hvd.poll(polled) and time.monotonic() < until:
         time.sleep(0.01)
     assert hvd.poll(polled)  # though nobody waited
-    with pytest.raises(ConfigError, match="handle"):
-        hvd.synchronize(7)
 
 
-def case_factors_and_older_arguments():
-    scaled = hvd.allreduce(mine(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
-    assert torch.equal(scaled, 2 * everybodys(torch.float32).sum(0).float())
-    assert torch.equal(hvd.allreduce(mine(), False), everybodys(torch.float32).sum(0).float())
-    assert torch.equal(hvd.allreduce(mine(), average=True), hvd.allreduce(mine()))
-    for arguments, message in (
-        ({"average": True, "op": hvd.Sum}, "leave out average="),
-        ({"op": hvd.Adasum}, "Adasum"),
-        ({"op": 17}, "unknown op 17"),
+def case_what_is_refused():
+    rows, x = torch.ones(4, 2), torch.ones(2, requires_grad=True)
+    for message, call in (
+        ("without comm=", lambda: hvd.init(comm=[0, 1])),
+        ("handle", lambda: hvd.synchronize(7)),
+        ("leave out average=", lambda: hvd.allreduce(rows, average=True, op=hvd.Sum)),
+        ("Adasum", lambda: hvd.allreduce(rows, op=hvd.Adasum)),
+        ("unknown op 17", lambda: hvd.allreduce(rows, op=17)),
+        ("to_dense", lambda: hvd.allreduce(rows.to_sparse())),
+        ("no tensors", lambda: hvd.grouped_allreduce([])),
+        ("gradient of Max is not", lambda: hvd.allreduce(x, op=hvd.Max).sum().backward()),
+        ("cannot be divided", lambda: hvd.alltoall(rows)),
+        ("3 numbers of rows", lambda: hvd.alltoall(rows, [1, 2])),
+        ("of 4 in all at most", lambda: hvd.alltoall(rows, [1, 2, 2])),
+        ("3 numbers of rows", lambda: hvd.alltoall(rows, [2, 3, -1])),
+        ("of integers", lambda: hvd.alltoall(rows, torch.ones(3))),
+        ("one dimension or more", lambda: hvd.alltoall(torch.tensor(1.0))),
+        (r"hvd\.Sum", lambda: hvd.reducescatter(rows, op=hvd.Max)),
+        ("not scalars", lambda: hvd.grouped_reducescatter([rows, torch.tensor(1.0)])),
+        ("takes a sparse tensor", lambda: hvd.sparse_allreduce_async(rows, "n", hvd.Sum)),
+        (
+            r"op=hvd\.Average or op=hvd\.Sum",
+            lambda: hvd.sparse_allreduce_async(rows.to_sparse(1), "n", hvd.Max),
+        ),
+        ("root 3 is not a rank", lambda: hvd.broadcast(rows, 3)),
+        ("'epoch' is a int", lambda: hvd.broadcast_parameters({"epoch": 3}, 0)),
     ):
         with pytest.raises(ConfigError, match=message):
-            hvd.allreduce(mine(), **arguments)
-    with pytest.raises(ConfigError, match="to_dense"):
-        hvd.allreduce(mine().to_sparse())
-
-
-def case_compression():
-    fine = torch.tensor([1.0 + 2.0**-9, 1.0 + 2.0**-12, 1e5, -3.0])
-    for compressor, wire in (
-        (hvd.Compression.fp16, torch.float16),
-        (hvd.Compression.bf16, torch.bfloat16),
+            call()
+    part = hvd.rank() // 2
+    for call, odd in (
+        (hvd.allgather, torch.zeros(2, 2 + part)),
+        (hvd.allgather, torch.zeros(2, dtype=DTYPES[part])),
+        (hvd.alltoall, torch.ones(3, 2 + hvd.rank())),
     ):
-        reduced = hvd.allreduce(fine, compression=compressor)
-        assert reduced.dtype == torch.float32
-        assert torch.equal(reduced, fine.to(wire).float())
-        whole = torch.tensor([1 << 20])
-        assert torch.equal(hvd.allreduce(whole, compression=compressor), whole)
-    assert torch.equal(hvd.allreduce(fine, compression=hvd.Compression.none), fine)
-
-
-def case_groups():
-    def given():
-        return [mine(), mine(torch.int32), mine(torch.float32).t() + 1, torch.tensor(1.0)]
-
-    expected = [sum(tensors) for tensors in zip(*[
-        [mine(rank=r), mine(torch.int32, r), mine(rank=r).t() + 1, torch.tensor(1.0)]
-        for r in range(SIZE)
-    ], strict=True)]  # fmt: skip
-    tensors = given()
-    for reduced in (
-        hvd.grouped_allreduce(given(), op=hvd.Sum, name="group"),
-        hvd.synchronize(hvd.grouped_allreduce_async(given(), op=hvd.Sum)),
-        hvd.grouped_allreduce_(tensors, op=hvd.Sum),
-    ):
-        assert [one.dtype for one in reduced] == [one.dtype for one in given()]
-        assert all(torch.equal(one, other) for one, other in zip(reduced, expected, strict=True))
-    assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
-    with pytest.raises(ConfigError, match="no tensors"):
-        hvd.grouped_allreduce([])
-
-
-def case_gradients_pass_through():
-    rank = hvd.rank()
-
-    def gradient(call, rows=2):
-        x = torch.ones(rows, requires_grad=True)
-        result = call(x)
-        (result * (torch.arange(float(len(result))) + 1 + rank)).sum().backward()
-        return x.grad.tolist()
-
-    assert gradient(hvd.allreduce) == [2.0, 3.0]
-    assert gradient(lambda x: hvd.allreduce(x, op=hvd.Sum)) == [6.0, 9.0]
-    assert gradient(lambda x: hvd.allreduce(x, postscale_factor=2.0)) == [4.0, 6.0]
-    assert gradient(lambda x: hvd.grouped_allreduce([x, x + 1])[1]) == [2.0, 3.0]
-    # All-gather: this rank's rows of the average of all ranks' gradients.
-    start = rank * (rank + 1) / 2  # rows of the ranks before
-    assert gradient(hvd.allgather, rank + 1) == [2.0 + start + at for at in range(rank + 1)]
-    expected = [2.0, 3.0] if rank == 1 else [0.0, 0.0]
-    assert gradient(lambda x: hvd.broadcast(x, 1)) == expected
-    assert gradient(hvd.reducescatter, 4) == [1.0, 2.0, 2.0, 3.0]
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(ConfigError, match="gradient of Max is not defined"):
-        hvd.allreduce(x, op=hvd.Max).sum().backward()
-
-
-def case_allgather():
-    rank = hvd.rank()
-    rows = torch.arange(rank * 2.0).reshape(rank, 2) + 10 * rank  # none of rank 0
-    expected = torch.tensor([[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]])
-    assert torch.equal(hvd.allgather(rows), expected)
-    assert torch.equal(hvd.synchronize(hvd.allgather_async(rows, name="rows")), expected)
-    assert hvd.allgather(torch.tensor(rank)).tolist() == [0, 1, 2]
-    assert hvd.allgather(torch.tensor([rank == 1])).tolist() == [False, True, False]
-    assert hvd.allgather(torch.zeros(0, 4)).shape == (0, 4)
-    both = hvd.grouped_allgather([rows, torch.tensor([rank])], name="both")
-    assert torch.equal(both[0], expected)
-    assert both[1].tolist() == [0, 1, 2]
-    for odd in (torch.zeros(2, 2 + rank // 2), torch.zeros(2, dtype=DTYPES[rank // 2])):
         with pytest.raises(MismatchError, match="only the first dimension may differ"):
-            hvd.allgather(odd)
+            call(odd)
+
+
+def case_scalars_and_lists():
+    rank = hvd.rank()
+    assert hvd.allgather(torch.tensor(rank)).tolist() == [0, 1, 2]
+    assert hvd.broadcast(torch.tensor(rank), 1).item() == 1
+    for splits, dtype in ((torch.ones(3, dtype=torch.int64), torch.int64), ([1] * 3, torch.int32)):
+        _, counts = hvd.alltoall(torch.ones(3), splits)
+        assert (counts.dtype, counts.tolist()) == (dtype, [1] * 3)
+    rows = torch.arange(8.0).reshape(4, 2)
+    share = [rows[:2], rows[2:3], rows[3:]][rank]
+    assert torch.equal(hvd.reducescatter(rows, compression=hvd.Compression.fp16), share)
 
 
 def case_a_gather_does_not_wait():
@@ -209,70 +216,6 @@ def case_a_gather_does_not_wait():
     assert [one.tolist() for one in hvd.synchronize(both)] == [[0, 1, 2], [[1.0, 1.0]] * 3]
 
 
-def case_alltoall():
-    rank = hvd.rank()
-    mine = torch.tensor([[10.0 * rank + to, to] for to in range(SIZE)])
-    expected = [[10.0 * sender + rank, rank] for sender in range(SIZE)]
-    assert hvd.alltoall(mine).tolist() == expected
-    assert hvd.synchronize(hvd.alltoall_async(mine, name="rows")).tolist() == expected
-    # Rank r sends t + r rows to rank t, and keeps one for itself besides.
-    splits = torch.tensor([to + rank for to in range(SIZE)])
-    rows = torch.cat([torch.full((to + rank,), 10 * rank + to) for to in range(SIZE)])
-    rows = torch.cat([rows, torch.tensor([99])])
-    received, counts = hvd.alltoall(rows, splits)
-    assert counts.tolist() == [sender + rank for sender in range(SIZE)]
-    assert counts.dtype == splits.dtype
-    assert received.tolist() == [
-        10 * sender + rank for sender in range(SIZE) for _ in range(sender + rank)
-    ]
-    received, counts = hvd.synchronize(hvd.alltoall_async(rows, splits.tolist()))
-    assert (counts.dtype, counts.sum()) == (torch.int32, len(received))
-    x = rows.float().requires_grad_()
-    received, _ = hvd.alltoall(x, splits)
-    (received * (rank + 1)).sum().backward()
-    sent = [to + 1.0 for to in range(SIZE) for _ in range(to + rank)]
-    assert x.grad.tolist() == [*sent, 0.0]
-    for wrong, message in (
-        ((torch.ones(4), None), "cannot be divided"),
-        ((torch.ones(4), [1, 2]), "3 numbers of rows"),
-        ((torch.ones(4), [1, 2, 2]), "of 4 in all at most"),
-        ((torch.ones(4), [2, 3, -1]), "3 numbers of rows"),
-        ((torch.ones(4), torch.ones(3)), "of integers"),
-        ((torch.tensor(1.0), None), "one dimension or more"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            hvd.alltoall(*wrong)
-    with pytest.raises(MismatchError, match="only the first dimension may differ"):
-        hvd.alltoall(torch.ones(3, 2 + rank))
-
-
-def case_reducescatter():
-    rank = hvd.rank()
-    rows = torch.arange(8.0).reshape(4, 2)
-    shares = [rows[:2], rows[2:3], rows[3:]]
-    assert torch.equal(hvd.reducescatter(rows, op=hvd.Sum), 3 * shares[rank])
-    assert torch.equal(hvd.reducescatter(rows, compression=hvd.Compression.fp16), shares[rank])
-    handle = hvd.reducescatter_async(rows, op=hvd.Sum, prescale_factor=2.0)
-    assert torch.equal(hvd.synchronize(handle), 6 * shares[rank])
-    short = torch.arange(3) + rank
-    for both in (
-        hvd.grouped_reducescatter([rows, short], op=hvd.Sum),
-        hvd.synchronize(hvd.grouped_reducescatter_async([rows, short], op=hvd.Sum)),
-    ):
-        assert torch.equal(both[0], 3 * shares[rank])
-        assert both[1].tolist() == [3 * rank + 3]
-    x = torch.ones(3, requires_grad=True)
-    y = torch.ones(3, 2, requires_grad=True)
-    first, second = hvd.grouped_reducescatter([x, y], op=hvd.Sum)
-    (first.sum() * (rank + 1) + second.sum()).backward()
-    assert x.grad.tolist() == [3.0, 6.0, 9.0]
-    assert y.grad.tolist() == [[3.0, 3.0]] * 3
-    with pytest.raises(ConfigError, match=r"hvd\.Sum"):
-        hvd.reducescatter(rows, op=hvd.Max)
-    with pytest.raises(ConfigError, match="not scalars"):
-        hvd.grouped_reducescatter([rows, torch.tensor(1.0)])
-
-
 def case_sparse_allreduce():
     rank = hvd.rank()
     dense = torch.zeros(5, 2)
@@ -283,12 +226,6 @@ def case_sparse_allreduce():
         handles = [hvd.sparse_allreduce_async(dense.to_sparse(1), name, op) for name in ("a", None)]
         for handle in handles:
             assert torch.equal(handle().to_dense(), expected)
-    for refused, op, message in (
-        (dense, hvd.Sum, "takes a sparse tensor"),
-        (dense.to_sparse(1), hvd.Max, r"op=hvd\.Average or op=hvd\.Sum"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            hvd.sparse_allreduce_async(refused, "n", op)
 
 
 def case_process_sets():
@@ -301,34 +238,24 @@ def case_process_sets():
     assert (everybody.ranks, everybody.size(), everybody.rank()) == ([0, 1, 2], SIZE, rank)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=everybody) == 3
     if rank == 1:
-        one = {"process_set": inner}
-        assert (inner.rank(), hvd.allreduce(torch.tensor(7), **one)) == (0, 7)
-        assert hvd.allgather(torch.tensor([7]), **one).tolist() == [7]
-        assert hvd.broadcast(torch.tensor(7), 1, **one) == 7
+        assert inner.rank() == 0
+        check_all(Way(process_set=inner), [1])
         for call in (outer.rank, lambda: hvd.barrier(outer)):
             with pytest.raises(ConfigError, match="rank 1 is not in ProcessSet"):
                 call()
     else:
         two = {"process_set": outer}
         assert outer.rank() == rank // 2
-        mine = torch.tensor([rank, 1])
-        handle = hvd.allreduce_async(mine, op=hvd.Sum, name="n", **two)
-        assert hvd.synchronize(handle).tolist() == [2, 2]
-        assert hvd.allreduce(mine, op=hvd.Average, **two).tolist() == [1, 1]
-        assert [t.tolist() for t in hvd.grouped_allreduce([mine, mine], **two)] == [[1, 1]] * 2
-        assert hvd.allgather(mine, **two).tolist() == [0, 1, 2, 1]
-        assert hvd.broadcast(mine, 2, **two).tolist() == [2, 1]  # as hvd.rank() numbers it
+        for ending in ("", "_async"):
+            check_all(Way(ending, **two), [0, 2])
+        check_gradients(Way(**two), [0, 2])
         assert hvd.broadcast_object(rank, 2, **two) == 2
         assert hvd.allgather_object(rank, **two) == [0, 2]
-        assert hvd.alltoall(mine, **two).tolist() == [[0, 2], [1, 1]][rank // 2]
-        assert hvd.reducescatter(mine, op=hvd.Sum, **two).tolist() == [2]
-        sparse = hvd.sparse_allreduce_async(mine.to_sparse(), None, hvd.Sum, **two)
+        own = torch.tensor([rank, 1]).to_sparse()
+        sparse = hvd.sparse_allreduce_async(own, None, hvd.Sum, **two)
         assert sparse().to_dense().tolist() == [2, 2]
         with pytest.raises(ConfigError, match="root 1 is not in the process set"):
-            hvd.broadcast(mine, 1, **two)
-        x = torch.ones(2, requires_grad=True)
-        (hvd.broadcast(x, 2, **two) * (rank + 1)).sum().backward()
-        assert x.grad.tolist() == [[0.0, 0.0], [2.0, 2.0]][rank // 2]
+            hvd.broadcast(mine(), 1, **two)
         hvd.barrier(outer)
     assert hvd.remove_process_set(inner) is True
     assert hvd.remove_process_set(outer) is True
@@ -381,26 +308,19 @@ def case_process_sets_that_cannot_be():
         assert hvd.remove_process_set(one) is True
 
 
-def case_broadcast():
+def case_bits_and_strides_of_a_broadcast():
     rank = hvd.rank()
-    for dtype in (*DTYPES, torch.bool, torch.complex64, torch.int16):
-        given = torch.tensor([[rank, 1], [0, 7]]).to(dtype)
-        received = hvd.broadcast(given.t(), 2, name=f"{dtype}")
-        assert torch.equal(received, torch.tensor([[2, 0], [1, 7]]).to(dtype))
-        assert torch.equal(given, torch.tensor([[rank, 1], [0, 7]]).to(dtype))
     odd = torch.tensor([float("nan"), -0.0, float("inf")]) if rank == 1 else torch.ones(3)
     assert hvd.broadcast_(odd, 1) is odd
     assert odd.view(torch.int32).tolist() == [0x7FC00000, -(1 << 31), 0x7F800000]
     turned = torch.full((2, 3), float(rank)).t()
+    assert hvd.broadcast(turned, 2).tolist() == [[2.0, 2.0]] * 3
     assert hvd.synchronize(hvd.broadcast_async_(turned, 1)) is turned
     assert turned.tolist() == [[1.0, 1.0]] * 3
-    assert hvd.broadcast(torch.tensor(rank), 1).item() == 1
     strange = [torch.arange(2.0)[::2][:1], torch.zeros(0, 5).t(), torch.tensor(3.0).expand(1)]
     for at, given in enumerate(strange):  # contiguous to torch, whatever the last stride is
-        mine = given if rank == 2 else torch.ones(given.shape)
-        assert torch.equal(hvd.broadcast_(mine, 0, f"strange {at}"), torch.ones(given.shape))
-    with pytest.raises(ConfigError, match="root 3 is not a rank"):
-        hvd.broadcast(odd, 3)
+        own = given if rank == 2 else torch.ones(given.shape)
+        assert torch.equal(hvd.broadcast_(own, 0, f"strange {at}"), torch.ones(given.shape))
 
 
 def case_parameters():
@@ -418,8 +338,6 @@ def case_parameters():
             model[0].weight.fill_(hvd.rank())
         hvd.broadcast_parameters(listed, root_rank=2)
         assert (model[0].weight == 2).all()
-    with pytest.raises(ConfigError, match="'epoch' is a int"):
-        hvd.broadcast_parameters({"epoch": 3}, 0)
 
 
 def case_objects():

@@ -1,4 +1,4 @@
-"""One rank of the Horovod tests: runs the cases of a module, and writes what went wrong.
+"""One rank of the Horovod tests: runs the cases of a module.
 
 Started by test_horovod as `python -m tests.integration.horovod_rank MODULE` with a launcher's
 environment.
@@ -6,25 +6,16 @@ environment.
 
 import importlib
 import sys
-import traceback
 
 import worker_client.horovod as hvd
-from tests.ranks import case_names, write_result
+from tests.integration.cases import run_cases
 
 
 def main(module):
     hvd.init()
-    went = {}
-    cases = importlib.import_module(module)
-    for name in case_names(module):
-        try:
-            getattr(cases, name)()
-            getattr(cases, "twenty_calls_are_right", lambda: None)()
-        except Exception:  # noqa: BLE001 (the test shows it)
-            went[name] = traceback.format_exc()
-            break  # the ranks may not be at the same call any more
-        went[name] = ""
-    write_result(went)
+    cases = vars(importlib.import_module(module))
+    after = cases.get("twenty_calls_are_right", lambda: None)
+    run_cases(cases, after=after, stop=True)
     hvd.shutdown()
 
 

@@ -98,27 +98,34 @@ def wrapped(net, **options):
     return hvd.DistributedOptimizer(sgd(net), **options)
 
 
-def case_averages():
-    reference = train_by_hand()
-    for options in (
-        {},
-        {"named_parameters": None},
-        {"groups": 2},
-        {"groups": 100},
-        {"num_groups": 1},
-        {"gradient_predivide_factor": 4.0},
-        {"sparse_as_dense": True},
+def case_averages_and_sums():
+    once, twice = train_by_hand(), train_by_hand(passes=2)
+    for options, passes, reference in (
+        ({}, 1, once),
+        ({"named_parameters": None}, 1, once),
+        ({"groups": 2}, 1, once),
+        ({"groups": 100}, 1, once),
+        ({"num_groups": 1}, 1, once),
+        ({"gradient_predivide_factor": 4.0}, 1, once),
+        ({"sparse_as_dense": True}, 1, once),
+        ({"backward_passes_per_step": 2}, 2, twice),
+        # step() before all passes were made reduces what there is.
+        ({"backward_passes_per_step": 3}, 2, twice),
     ):
         net = Net()
-        assert_alike(train(net, wrapped(net, **options)), reference)
+        assert_alike(train(net, wrapped(net, **options), passes=passes), reference)
     net = Net()
     listed = [[net.first.weight, net.last.weight], [net.unused.bias, net.frozen.bias]]
-    assert_alike(train(net, wrapped(net, groups=listed)), reference)
-
-
-def case_sums():
+    assert_alike(train(net, wrapped(net, groups=listed)), once)
+    net = Net()
+    optimizer = wrapped(net)
+    optimizer.set_backward_passes_per_step(2)
+    assert_alike(train(net, optimizer, passes=2), twice)
     net = Net()
     assert_alike(train(net, wrapped(net, op=hvd.Sum)), train_by_hand(average=False), 1e-4)
+    wrapped(Net())  # and dropped: an optimizer that is gone reduces nothing
+    net = Net()
+    assert_alike(train(net, wrapped(net)), once)
 
 
 def case_compressed():
@@ -132,19 +139,6 @@ def case_compressed():
             far = (weights(net) - weights(reference)).abs().max()
             assert far < tolerance, far
             assert_alike(net, net)
-
-
-def case_several_backward_passes():
-    reference = train_by_hand(passes=2)
-    net = Net()
-    assert_alike(train(net, wrapped(net, backward_passes_per_step=2), passes=2), reference)
-    net = Net()
-    optimizer = wrapped(net)
-    optimizer.set_backward_passes_per_step(2)
-    assert_alike(train(net, optimizer, passes=2), reference)
-    # step() before all passes were made reduces what there is.
-    net = Net()
-    assert_alike(train(net, wrapped(net, backward_passes_per_step=3), passes=2), reference)
 
 
 def case_clipping():
@@ -326,12 +320,6 @@ def case_misuse():
         hvd.DistributedOptimizer(optimizer)
     with pytest.raises(ConfigError, match="LBFGS"):
         hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters()))
-
-
-def case_an_optimizer_that_is_gone_reduces_nothing():
-    net = Net()
-    wrapped(net)  # and dropped
-    assert_alike(train(net, wrapped(net)), train_by_hand())
 
 
 def train_unevenly_by_hand(steps):

@@ -8,14 +8,12 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
 from tests.commands import run_command
-from tests.ranks import SETTINGS, Forked
 from tests.waits import eventually
 from worker_client.commands.demo import ranks, run
 
@@ -132,36 +130,11 @@ def cells(said, row):
     return [cell.strip() for cell in found.groups()]
 
 
-@pytest.fixture
-def forked(monkeypatch, capsys, tmp_path):
-    """The demo in this process, with workers that are forked: its exit code, and what it says."""
-
-    def fork(command, env, **streams):
-        return Forked(command[1:], {**env, **SETTINGS}, **streams)
-
-    def demo(**options):
-        code = run.demo(**options, plot_to=tmp_path / "demo-loss.png")
-        return code, capsys.readouterr().out
-
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(Popen=fork, PIPE=subprocess.PIPE))
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
-    return demo
-
-
-@pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
-def test_it_trains_alike_through_reducers_and_through_gloo(forked, tmp_path):
-    assert_alike(*forked(workers=2, reducers=2, epochs=3), tmp_path)
-
-
 @pytest.mark.extended("tests/integration/test_readme.py::test_the_quick_start_runs_as_shown[forks]")
 def test_the_command_trains_alike(start, tmp_path):
     demo = start("--workers", "2", "--epochs", "3")
-    assert_alike(*demo.finish(), tmp_path)
+    code, said = demo.finish()
     demo.assert_nobody_is_left(within_s=0)
-
-
-def assert_alike(code, said, folder):
     assert code == 0, said
     accuracies = [float(cell.removesuffix(" %")) for cell in cells(said, "test accuracy")]
     assert min(accuracies) >= 95
@@ -172,7 +145,7 @@ def assert_alike(code, said, folder):
     # Every step reduces every gradient once: 4 bytes for each of the network's parameters.
     steps, parameters = 3 * ((1797 - 360) // (2 * 16)), 151_498
     assert cells(said, "bytes reduced per worker") == [f"{steps * parameters * 4:,}", "-"]
-    assert_two_curves(folder / "demo-loss.png")
+    assert_two_curves(tmp_path / "demo-loss.png")
 
 
 def assert_two_curves(path):

@@ -4,66 +4,44 @@ import re
 
 import pytest
 
-from tests.conftest import local_pool
 from tests.ranks import case_names, environments, ranks, run
 from tests.waits import eventually
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-OPS = "tests.integration.horovod_ops"
-TRAINING = "tests.integration.horovod_training"
-ELASTIC = "tests.integration.horovod_elastic"
-ERRORS = "tests.integration.horovod_errors"
-CUDA = "tests.integration.horovod_cuda"
-SIZE = 3
-
-
-def run_cases(module, size=SIZE):
-    """Run a module's cases at every rank, and return what went wrong at each."""
-    with local_pool(2) as servers:
-        given = environments(size, servers, REDUCTION_TIMEOUT="60s")
-        return run(given, "-m", "tests.integration.horovod_rank", module)
-
-
-@pytest.fixture(scope="module")
-def ops():
-    return run_cases(OPS)
-
-
-@pytest.mark.parametrize("case", case_names(OPS))
-def test_calls(ops, case):
-    assert [rank.get(case, "not reached") for rank in ops] == [""] * SIZE
+MODULE = "tests.integration.horovod_{}"
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# Modules of cases with the numbers of ranks that run them, and the marks of these tests.
+RUNS = {
+    ("ops", 3): (),
+    ("training", 3): (),
+    ("elastic", 3): (),
+    ("errors", 3): (),
+    ("errors", 2): pytest.mark.extended("test_case"),
+    ("cuda", 2): NEEDS_A_GPU,
+}
 
 
 @pytest.fixture(scope="module")
-def training():
-    return run_cases(TRAINING)
+def went(request, pool):
+    """What went wrong with each case of a module, at every rank."""
+    module, size = request.param
+    given = environments(size, pool, REDUCTION_TIMEOUT="60s")
+    return run(given, "-m", "tests.integration.horovod_rank", MODULE.format(module))
 
 
-@pytest.mark.parametrize("case", case_names(TRAINING))
-def test_training(training, case):
-    assert [rank.get(case, "not reached") for rank in training] == [""] * SIZE
-
-
-@pytest.fixture(scope="module")
-def elastic():
-    return run_cases(ELASTIC)
-
-
-@pytest.mark.parametrize("case", case_names(ELASTIC))
-def test_elastic_states(elastic, case):
-    assert [rank.get(case, "not reached") for rank in elastic] == [""] * SIZE
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def errors(request):
-    return run_cases(ERRORS, request.param)
-
-
-@pytest.mark.extended_cases("2")
-@pytest.mark.parametrize("case", case_names(ERRORS))
-def test_errors(errors, case):
-    assert {rank.get(case, "not reached") for rank in errors} == {""}
+@pytest.mark.parametrize(
+    ("went", "case"),
+    [
+        pytest.param(of, case, marks=marks, id=f"{of[0]}-{of[1]}-{case}")
+        for of, marks in RUNS.items()
+        for case in case_names(MODULE.format(of[0]))
+    ],
+    indirect=["went"],
+    scope="module",  # of the run, in which all its cases are
+)
+def test_case(went, case):
+    assert [rank[case] for rank in went] == [""] * len(went)
 
 
 SCRIPT = """
@@ -97,12 +75,7 @@ def environment(**told):
     return {**given, **told}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_on_a_gpu():
-    assert run_cases(CUDA, 2) == [dict.fromkeys(case_names(CUDA), "")] * 2
-
-
-@pytest.mark.extended("tests/integration/test_embedded.py", "test_training")
+@pytest.mark.extended("tests/integration/test_embedded.py", "test_case")
 def test_without_servers_every_rank_hosts_a_reducer_until_all_have_left():
     assert run_script(environments(2)) == [
         "0 2 0 2 0 1 -0.5 -0.5 2\n",
@@ -110,22 +83,11 @@ def test_without_servers_every_rank_hosts_a_reducer_until_all_have_left():
     ]
 
 
-def test_mpirun_says_who_is_who():
+def test_mpirun_says_who_is_who(pool):
     # As if on two hosts: what the launcher says of places goes before what is found out.
-    with local_pool(1) as servers:
-        said = run_script(
-            [
-                environment(
-                    REDUCTION_SERVERS=servers[0],
-                    OMPI_COMM_WORLD_RANK=str(rank),
-                    OMPI_COMM_WORLD_SIZE="2",
-                    OMPI_COMM_WORLD_LOCAL_RANK="0",
-                    OMPI_COMM_WORLD_LOCAL_SIZE="1",
-                    PMIX_NAMESPACE="7",
-                )
-                for rank in range(2)
-            ]
-        )
+    told = {"OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "7", "REDUCTION_SERVERS": pool[0]}
+    told |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    said = run_script([environment(OMPI_COMM_WORLD_RANK=str(at), **told) for at in range(2)])
     assert said == ["0 2 0 1 0 2 -0.5 -0.5 2\n", "1 2 0 1 1 2 -0.5 -0.5 2\n"]
 
 
@@ -141,7 +103,7 @@ def test_servers_without_a_launcher_are_refused():
         assert "ConfigError: rank and world size are unknown" in rank.err
 
 
-@pytest.mark.extended("test_training", "tests/integration/test_join.py")
+@pytest.mark.extended("test_case", "tests/integration/test_join.py")
 def test_a_rank_is_killed_and_one_joins(pool):
     arguments = ["examples/horovod_elastic_digits.py", "--epochs", "12", "--pause", "0.01"]
     settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "60s"}
@@ -188,7 +150,7 @@ hvd.shutdown()
 """
 
 
-@pytest.mark.extended("test_training", "tests/integration/test_join.py")
+@pytest.mark.extended("test_case", "tests/integration/test_join.py")
 def test_a_rank_that_is_stopped_for_longer_than_the_timeout_is_waited_for(pool):
     settings = {"REDUCTION_ON_RANK_LOST": "continue", "REDUCTION_TIMEOUT": "1500ms"}
     with ranks(environments(2, pool, REDUCTION_JOB="stall", **settings), "-c", STALL) as job:

@@ -17,7 +17,6 @@ torch = pytest.importorskip("torch", reason="needs torch")
 RANKS = 3
 MODULE = "tests.integration.backend_rank"
 RANK = ("-m", MODULE)
-CASES = case_names(MODULE)
 CHECKS = (
     *("all_reduce", "reduce_scatter", "broadcast", "all_gather", "scatter", "barriers"),
     *("a handle", "callbacks", "tensor", "DDP, by default", "DDP, FP16_COMPRESS", "compiled"),
@@ -73,28 +72,27 @@ def test_a_script_needs_the_name_alone():
     assert run(environments(2), "-c", BY_NAME) == [[[2.0] * 3, 12]] * 2
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with local_pool(2) as servers:
-        return run(environments(RANKS, servers), *RANK, "reduction")
-
-
-@pytest.fixture(scope="module")
-def embedded():
-    return run(environments(RANKS), *RANK, "cpu:reduction,cuda:reduction")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("reduction", 2), id="pool"),
+        pytest.param(
+            ("cpu:reduction,cuda:reduction", 0),
+            marks=pytest.mark.extended("test_case"),
+            id="embedded",
+        ),
+    ],
+)
+def went(request, pool):
+    """What went wrong with each case, by a backend's name and with so many reducers."""
+    backend, reducers = request.param
+    return run(environments(RANKS, pool[:reducers]), *RANK, backend)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES)
-def test_through_a_pool(pool, case):
-    assert [rank[case] for rank in pool] == [""] * RANKS
-
-
-@pytest.mark.extended("test_through_a_pool")
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("case", CASES)
-def test_embedded_and_by_device(embedded, case):
-    assert [rank[case] for rank in embedded] == [""] * RANKS
+@pytest.mark.parametrize("case", case_names(MODULE))
+def test_case(went, case):
+    assert [rank[case] for rank in went] == [""] * RANKS
 
 
 @pytest.mark.timeout(300)

@@ -3,7 +3,6 @@
 import email
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import venv
@@ -22,16 +21,6 @@ PAGE = ("index.html", "page.css", "page.js", "icon.svg")
 LINK = re.compile(r"(!?)\[[^]]*\]\(([^)]+)\)")
 # Of processes that are not to find this checkout.
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-EMPTY = """
-import importlib.util, shutil
-assert importlib.util.find_spec("torch") is None
-assert shutil.which("gcc") is None and shutil.which("cc") is None
-from reducer.runtime import implementation
-from reducer import kernels
-assert kernels.variants()[-1] == "numpy" and len(kernels.variants()) > 1, kernels.variants()
-implementation.select("compiled", kernels.select(None))
-"""
 
 NO_COMPILER = """
 from reducer.runtime import implementation
@@ -70,20 +59,6 @@ def unpacked(archive, tmp_path_factory):
         packed.extractall(folder, filter="data")
     (unpacked,) = folder.iterdir()
     return unpacked
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(400)
-def test_a_reducer_runs_from_the_wheel_alone(unpacked, tmp_path):
-    build("--wheel", "--outdir", tmp_path, unpacked)  # of the archive, and of nothing else
-    (wheel,) = tmp_path.glob("*.whl")
-    home = tmp_path / "empty"
-    venv.create(home)
-    python = home / "bin" / "python"
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", wheel]
-    subprocess.run(command, env=OUTSIDE, check=True, capture_output=True)
-    said = reduced_by(python, code=EMPTY, cwd=home, env={**OUTSIDE, "PATH": str(home / "bin")})
-    assert said == "compiled [0. 1. 2. 3. 4.]"
 
 
 @pytest.mark.extended

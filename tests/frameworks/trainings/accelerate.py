@@ -4,10 +4,9 @@ import warnings
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import worker_client.accelerate
+from tests.frameworks import small
 from tests.frameworks.resumption import MIDDLE, Trained, main
 from worker_client.client.bootstrap import connect
 
@@ -21,13 +20,12 @@ def train(part, client):
     if client:
         worker_client.accelerate.attach(accelerator, client)
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    network = small.network(64, 64)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.02)
-    x = torch.randn(8 * 2 * PER_EPOCH, 8, generator=torch.Generator().manual_seed(1))
     model, optimizer, data, schedule = accelerator.prepare(
         network,
         optimizer,
-        DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, shuffle=True),
+        small.data(8 * 2 * PER_EPOCH, shuffle=True),
         torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
     )
     if part.resumes:
@@ -38,7 +36,7 @@ def train(part, client):
         data.set_epoch(step // PER_EPOCH)
         done = step % PER_EPOCH
         for inputs, labels in accelerator.skip_first_batches(data, done) if done else data:
-            loss = (model(inputs) - labels).square().mean()
+            loss = small.loss_of(model(inputs), labels)
             losses.append(loss.item())
             accelerator.backward(loss)
             optimizer.step()

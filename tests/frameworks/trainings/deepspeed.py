@@ -8,8 +8,8 @@ os.environ["LOCAL_RANK"] = os.environ["RANK"]
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from tests.frameworks import small
 from tests.frameworks.resumption import Trained, main
 from worker_client.torch_backend import bytes_reduced
 
@@ -19,7 +19,7 @@ def train(part, stage):
         deepspeed.init_distributed("gloo" if part.stock else "reduction")
     before = bytes_reduced()
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    network = small.network(16)
     zero = {"stage": stage}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0  # or parameters as small are not sharded

@@ -1,20 +1,17 @@
 """Lightning's Trainer, stopped after an epoch, as it resumes no epoch of a plain DataLoader."""
 
-import logging
 import warnings
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
+from tests.frameworks import small
+from tests.frameworks.lightning_trainer import make_trainer
 from tests.frameworks.resumption import MIDDLE, Trained, main
 from worker_client.client.bootstrap import connect
-from worker_client.lightning import ReductionEnvironment, ReductionStrategy
+from worker_client.lightning import ReductionStrategy
 
 warnings.filterwarnings("ignore")
-for name in ("lightning.pytorch", "lightning.fabric"):
-    logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class Net(pl.LightningModule):
@@ -22,15 +19,13 @@ class Net(pl.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(8, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
-        )
+        self.layers = small.network(64, 64)
         self.losses = []
         self.bytes_reduced = 0
 
     def training_step(self, batch):
         x, y = batch
-        loss = (self.layers(x) - y).square().mean()
+        loss = small.loss_of(self.layers(x), y)
         self.losses.append(loss.item())
         return loss
 
@@ -50,22 +45,15 @@ class Net(pl.LightningModule):
 def train(part, strategy):
     torch.manual_seed(0)
     model = Net()
-    x = torch.randn(8 * 2 * MIDDLE, 8, generator=torch.Generator().manual_seed(1))
-    data = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=8, shuffle=True)
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        num_nodes=2,
-        plugins=[ReductionEnvironment()],
+    trainer = make_trainer(
+        pl,
+        strategy,
         max_epochs=part.steps.stop // MIDDLE,
         default_root_dir=part.folder / part.name,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_checkpointing=True,
     )
     saved = next((part.folder / "begun").rglob("*.ckpt")) if part.resumes else None
-    trainer.fit(model, data, ckpt_path=saved)
+    trainer.fit(model, small.data(8 * 2 * MIDDLE, shuffle=True), ckpt_path=saved)
     return Trained(model.losses, model.bytes_reduced)
 
 

@@ -38,30 +38,49 @@ class Stop(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == MIDDLE
 
 
-def train(part, shape):
+GPT2 = GPT2Config(
+    vocab_size=WORDS,
+    n_positions=LENGTH,
+    n_embd=16,
+    n_layer=2,
+    n_head=2,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+LLAMA = LlamaConfig(
+    vocab_size=WORDS,
+    hidden_size=16,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    attention_dropout=0.1,
+    max_position_embeddings=LENGTH,
+)
+
+
+def trainer_of(shape, folder, callbacks=(), **options):
+    """Return a trainer of a small model, 6 of whose steps are an epoch, by default of 8 steps."""
     transformers.set_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(shape)
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(WORDS, (24, LENGTH), generator=generator)
-    arguments = TrainingArguments(
-        output_dir=str(part.folder),
-        use_cpu=True,
-        ddp_backend="gloo",
-        max_steps=STEPS,  # an epoch has 6
-        per_device_train_batch_size=2,
-        learning_rate=0.01,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    arguments = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.01}
+    arguments |= {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", **options}
     trainer = Losses(
         model=model,
-        args=arguments,
+        args=TrainingArguments(
+            str(folder), use_cpu=True, ddp_backend="gloo", disable_tqdm=True, **arguments
+        ),
         train_dataset=[{"input_ids": text, "labels": text} for text in texts],
-        callbacks=[Stop()] if part.begins else [],
+        callbacks=[*callbacks],
     )
     trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train(part, shape):
+    trainer = trainer_of(shape, part.folder, [Stop()] if part.begins else [])
     client = None if part.stock else worker_client.accelerate.attach(trainer.accelerator)
     before = client.bytes_reduced if client else 0
     trainer.train(
@@ -72,30 +91,11 @@ def train(part, shape):
 
 
 def train_gpt2(part):
-    shape = GPT2Config(
-        vocab_size=WORDS,
-        n_positions=LENGTH,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return train(part, shape)
+    return train(part, GPT2)
 
 
 def train_llama(part):
-    shape = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        attention_dropout=0.1,
-        max_position_embeddings=LENGTH,
-    )
-    return train(part, shape)
+    return train(part, LLAMA)
 
 
 if __name__ == "__main__":
