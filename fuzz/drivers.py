@@ -36,7 +36,7 @@ class GrowthError(AssertionError):
 class Progress:
     """Counts inputs, knows when it is enough, and watches how much memory the process takes.
 
-    There is no limit of runs, or seconds, that is 0; `settle` inputs make what is made once.
+    A limit of 0 runs, or 0 seconds, is none. What is made once exists after `settle` inputs.
     """
 
     def __init__(self, name: str, runs: int, seconds: int, settle: int) -> None:

@@ -28,15 +28,29 @@ FROM_MEMORY = MAX_CHUNK_BYTES
 COLD = 128 << 20  # bytes of all inputs, of which a call has some: no cache has this much left
 INPUTS = (2, 4, 8)
 PERIOD = 4096  # elements after which an input repeats, so that its fold is quickly checked
-BLOCK = block8_oracle.BYTES
+PERIOD_BLOCKS = PERIOD // block8_oracle.BYTES
 
+# Of an input's elements in memory; of blocks, whose values NumPy has no type for, the bytes.
 ELEMENTS: dict[DType, np.dtype[Any]] = {
     DType.FLOAT32: np.dtype(np.float32),
     DType.FLOAT64: np.dtype(np.float64),
     DType.FLOAT16: np.dtype(np.float16),
     DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    DType.INT8: np.dtype(np.int8),
+    DType.INT32: np.dtype(np.int32),
+    DType.INT64: np.dtype(np.int64),
+    DType.UINT8: np.dtype(np.uint8),
+    DType.BLOCK8: np.dtype(np.uint8),
+    DType.BLOCK8_E4M3: np.dtype(np.uint8),
 }
 BLOCKS = {DType.BLOCK8: "int8", DType.BLOCK8_E4M3: "fp8_e4m3"}
+STEPS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
 
 
 def named(code: DType | ReduceOp) -> str:
@@ -69,7 +83,12 @@ GRADIENTS = pytest.mark.parametrize(
 
 
 class Memory:
-    """The inputs and outputs of a kernel: so many inputs of `nbytes` each.
+    """The inputs and outputs of a kernel.
+
+    Args:
+        dtype: element type.
+        inputs: how many a call has.
+        nbytes: size of each.
 
     Attributes:
         sets: inputs and output of one call after the other, as bytes; without end.
@@ -77,20 +96,24 @@ class Memory:
 
     def __init__(self, dtype: DType, inputs: int, nbytes: int) -> None:
         self._dtype = dtype
+        elements = ELEMENTS[dtype]
         rng = np.random.default_rng(0)
         if dtype.is_block:
-            values = rng.standard_normal((inputs, PERIOD // BLOCK * block8_oracle.VALUES))
-            rows = [block8_oracle.travels(one.astype(np.float32), BLOCKS[dtype]) for one in values]
+            values = rng.standard_normal((inputs, PERIOD_BLOCKS * block8_oracle.VALUES))
+            wire = BLOCKS[dtype]
+            blocks = [block8_oracle.travels(row, wire) for row in values.astype(np.float32)]
+            self._rows = np.stack(blocks).reshape(inputs, PERIOD)
         elif dtype.is_floating:
-            rows = [*rng.standard_normal((inputs, PERIOD)).astype(ELEMENTS[dtype])]
+            self._rows = rng.standard_normal((inputs, PERIOD)).astype(elements)
         else:
-            rows = [*rng.integers(0, 256, (inputs, PERIOD), np.uint8)]
-        self._rows = [row.reshape(-1).view(np.uint8) for row in rows]
-        repeats = nbytes // self._rows[0].size
+            self._rows = rng.integers(0, 256, (inputs, PERIOD * elements.itemsize), np.uint8).view(
+                elements
+            )
+        repeats = nbytes // (PERIOD * elements.itemsize)
         self.sets: Iterator[tuple[list[Array], Array]] = cycle(
             [
                 (
-                    [np.tile(row, repeats) for row in self._rows],
+                    [np.tile(row, repeats).view(np.uint8) for row in self._rows],
                     np.ones(nbytes, np.uint8),  # written, as memory is mapped by the first write
                 )
                 for _ in range(sets(inputs, nbytes))
@@ -98,18 +121,37 @@ class Memory:
         )
 
     def check(self, out: Array, op: ReduceOp, *, in_steps: bool = False) -> None:
-        """Compare an output with the left fold of the kernels in NumPy.
+        """Compare an output with NumPy's left fold.
 
-        With `in_steps` narrow elements are rounded after each input, and not once at the end.
+        Args:
+            out: the output.
+            op: the reduction.
+            in_steps: whether narrow elements are rounded after each input, and not once at the end.
         """
-        fold = kernels.select("numpy").reduce
-        expected, *others = [row.copy() for row in self._rows]
-        for some in [[other] for other in others] if in_steps else [others]:
-            fold([expected.copy(), *some], expected, self._dtype, op)
+        if self._dtype.is_block:
+            wire = BLOCKS[self._dtype]
+            rows = [row.reshape(-1, block8_oracle.BYTES) for row in self._rows]
+            total, rest = (rows[:2], rows[2:]) if in_steps else (rows, [])
+            mean = op is ReduceOp.MEAN
+            expected = reduce(
+                lambda one, other: block8_oracle.folded([one, other], wire),
+                rest,
+                block8_oracle.folded(total, wire, mean=mean),
+            )
+            assert (out.reshape(-1, PERIOD) == expected.reshape(-1)).all()
+            return
+        elements = self._rows.dtype
+        is_half = elements in {ELEMENTS[DType.FLOAT16], ELEMENTS[DType.BFLOAT16]}
+        halves = self._rows.astype(np.float32) if is_half and not in_steps else self._rows
+        fold: Array = reduce(STEPS[op], halves)
+        if op is ReduceOp.MEAN:
+            fold = fold / fold.dtype.type(len(self._rows))
+        expected = fold.astype(elements).view(np.uint8)
         assert (out.reshape(-1, expected.size) == expected).all()
 
 
 def sets(inputs: int, nbytes: int) -> int:
+    """Return how many sets of inputs take turns."""
     return 1 if nbytes == CACHED else COLD // (inputs * nbytes)
 
 
@@ -133,6 +175,7 @@ def describe(benchmark: BenchmarkFixture, dtype: DType, inputs: int, nbytes: int
 
 @pytest.mark.parametrize(("dtype", "op", "inputs"), OPS)
 def test_op(benchmark: BenchmarkFixture, dtype: DType, op: ReduceOp, inputs: int) -> None:
+    """Every dtype and op, by the best variant."""
     memory = Memory(dtype, inputs, CACHED)
     benchmark.group = f"kernels, {inputs} inputs, every dtype and op"
     benchmark.extra_info["nbytes"] = inputs * CACHED

@@ -105,6 +105,7 @@ def case_averages_of_integers_are_cut():
     assert hvd.allreduce(torch.tensor([hvd.rank(), -hvd.rank() - 1])).tolist() == [1, -2]
     assert hvd.allreduce(torch.tensor([hvd.rank() * 2, -2])).tolist() == [2, -2]
     assert hvd.allreduce(torch.tensor([-hvd.rank() * 2 + 1])).tolist() == [-1]
+    assert hvd.allreduce(torch.tensor([-hvd.rank() - (hvd.rank() > 0)])).tolist() == [-1]
     assert hvd.allreduce(torch.tensor([-hvd.rank()]), postscale_factor=0.75).tolist() == [0]
 
 

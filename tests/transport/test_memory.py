@@ -134,11 +134,13 @@ def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(both):
         work.wait()
     data[:] = 7
     reducer.send(rest)
-    while reducer.hear().header.type is not M.ABORT:  # it asks who is late before
-        continue
     work = client.all_reduce(ramp(3 * CHUNK), op="max")
-    for heard in reducer.hear_chunks(3):
-        reducer.answer(heard)
+    answered = 0
+    while answered < 3:
+        heard = reducer.hear()
+        if heard.header.type is M.CONTRIBUTION:  # and no question of who is late
+            reducer.answer(heard)
+            answered += 1
     assert (work.wait(5) == comes(ramp(3 * CHUNK))).all()
     assert (data == 7).all()
 
