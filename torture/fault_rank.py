@@ -53,7 +53,8 @@ class Losses(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.watch(None)
+        self.client: Client | None = None
+        self._told = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass the record on, and look."""

@@ -111,7 +111,7 @@ class Oracle:
             return narrow(total, call.dtype)
 
     def _brought(self, call: Call, rank: int) -> Array:
-        values = widen(self.contribution(call, rank), call.dtype)
+        values: Array = widen(self.contribution(call, rank), call.dtype)
         if call.weights is None or call.weights[rank] == 1.0:
             return values
         if call.weights[rank] == 0.0:
