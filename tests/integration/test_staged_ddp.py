@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.extended("tests/worker_client/test_device_staging.py", "tests/integration/test_ddp.py")
+@pytest.mark.extended("tests/worker_client/test_device_copies.py", "tests/integration/test_ddp.py")
 @pytest.mark.parametrize("kind", ["halting", pytest.param("cuda", marks=on_a_gpu)])
 def test_trains_as_gloo_does(pool, kind):
     given = environments(2, pool)
