@@ -59,6 +59,7 @@ DISTURBED = st.builds(
     st.sets(st.tuples(RANKS, st.integers(0, 4 * STEPS)), min_size=1, max_size=12),
     SOME_STEPS,
     SOME_STEPS,
+    error=st.just(ReductionTimeout),
 )
 
 
