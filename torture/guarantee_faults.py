@@ -65,6 +65,7 @@ class Arena:
             "connections reset": lambda: self._reset(everything=True),
             "job killed": self._kill_job,
             "rank replaced": self._replace_rank,
+            "rank joins": lambda: self._rng.choice(self.jobs).join(),
         }
         self._weights = {kind: weights.get(kind, 0.0) for kind in self._faults}
 

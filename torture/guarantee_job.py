@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torture import guarantee_rank
-from torture.guarantee_plan import MAIN, THREADS
+from torture.guarantee_plan import ADMIT_EVERY, MAIN, THREADS
 from torture.guarantee_rank import Part
 from worker_client.commands.demo.ranks import free_port
 
@@ -24,6 +24,7 @@ START_S = 60.0  # for the process that ranks are forked from to import everythin
 LAST_LINES = 200
 COSTLY_TROUBLES = ("leave", "interrupt", "interrupt-wait")  # after which a client may have ended
 SAMPLES = 20  # errors of a class that are kept
+MOST_JOIN = 3  # in a life: a result is looked for among all sets of ranks
 PRELOAD = ["torture.guarantee_rank", "torch", "torch.distributed"]  # what is missing is left out
 
 
@@ -188,6 +189,9 @@ class Job:
         self.settled, self.struck, self.calm = False, 0, True
         if self.part.leader:
             self.part = replace(self.part, leader=f"127.0.0.1:{free_port()}")
+        for member in self.members[self.part.plan.ranks :]:
+            member.end()
+        del self.members[self.part.plan.ranks :]
         for rank, member in enumerate(self.members):
             if self.fresh or not member.alive:
                 member.end()
@@ -201,6 +205,15 @@ class Job:
         part = self._part_of(rank)
         intruder.begin(replace(part, data=f"{part.data} intruder", most_errors=2))
         return intruder
+
+    def join(self) -> bool:
+        """Start one more rank, which the others are to let in; return whether that could be."""
+        number = len(self.members)
+        if not self.settled or number >= self.part.plan.ranks + MOST_JOIN:
+            return False
+        self.members.append(self._make(number))
+        self.members[-1].begin(replace(self._part_of(number), join=True))
+        return True
 
     def _part_of(self, rank: int) -> Part:
         part, seed = self.part, f"{self.part.plan.seed} {self.part.job} {self.life}"
@@ -241,6 +254,9 @@ class Job:
             for thread in THREADS
         }
         until[MAIN] += 4 * ahead  # it is faster, and what ranks tell is older for it
+        if self.part.plan.admits:
+            most = max(until.values())
+            until = dict.fromkeys(THREADS, most + -most % ADMIT_EVERY)
         for member in self.running:
             member.send("stop at", {"life": self.life, "until": until})
 
@@ -266,7 +282,7 @@ class Job:
         elif what == "progress":
             self._take(member, said)
         elif what == "joined":
-            member.state = "running"
+            member.state, member.rank = "running", said["rank"]
             self._tally.slowest_join_s = max(self._tally.slowest_join_s, said["seconds"])
         elif what == "leaving":
             member.state = "leaving"

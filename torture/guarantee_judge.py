@@ -41,6 +41,10 @@ class Judge:
         self._everybody = tuple(range(plan.ranks))
         self._latest = self._everybody  # whose contributions were in a result
 
+    def take_in(self, world_size: int, present: tuple[int, ...]) -> None:
+        """Take note of how many ranks there have ever been, and of whom results are to be."""
+        self._everybody, self._latest = tuple(range(world_size)), present
+
     def contribution(self, call: Call) -> Any:
         """Return a new array with what this rank brings to a call; of bfloat16, its bits."""
         return self._oracle.contribution(call, self._rank)
@@ -57,7 +61,9 @@ class Judge:
         if absent is not None and not self._elastic:
             return "a result, where there can be none"
         if absent == self._rank:
-            return "" if present == (absent,) else "a result with others, who asked for another one"
+            # Calls with names have a membership of their own, which may have lost more by now.
+            alone = call.name is not None or present == (absent,)
+            return "" if alone else f"a result beside {present}, who asked for another one"
         whose = self.whose(call, got)
         if not whose:
             return self._explain(call, got)

@@ -15,6 +15,7 @@ DTYPES = ("float32",) * 6 + ("float64", "float16", "bfloat16", "int8", "int32", 
 TROUBLES = ("refuse", "decline", "disagree", "interrupt", "interrupt-wait", "late", "leave")
 TENSORS = 0.15  # of calls
 BACKWARD_EVERY = 6  # steps of the main thread
+ADMIT_EVERY = 12  # steps of each thread
 GRADIENTS = (3, 300, 5000, 70_000)  # elements; some fill a bucket of DDP's with others
 NAMED_TROUBLES = ("refuse", "disagree", "late")  # of threads that no signal interrupts
 
@@ -86,6 +87,7 @@ class Plan:
         uniform: whether all calls without names look alike.
         shortest_s: what a call's own timeout is at least, where it has one.
         ddp: whether there are backward passes.
+        admits: whether ranks let others in between steps: all threads then make as many.
     """
 
     seed: str
@@ -96,6 +98,7 @@ class Plan:
     uniform: bool = False
     shortest_s: float = 0.005
     ddp: bool = False
+    admits: bool = False
 
     def step(self, thread: int, number: int) -> list[Call]:
         """Return the calls of a thread's step, in the order of those that have no names."""

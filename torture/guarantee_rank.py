@@ -8,7 +8,6 @@ with a `ReductionError`, by its time; whatever else it does is told at once, as 
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import logging
 import os
 import queue
@@ -30,7 +29,7 @@ from reducer.errors import ConfigError, ReductionError, ReductionTimeout
 from torture import guarantee_backward as backward
 from torture import guarantee_oracle as oracles
 from torture.guarantee_judge import Judge
-from torture.guarantee_plan import MAIN, NAMED, THREADS, Call, Plan
+from torture.guarantee_plan import ADMIT_EVERY, MAIN, NAMED, THREADS, Call, Plan
 from torture.guarantee_signals import TICK_S, Clock, Interrupted, Interrupter, enter
 from worker_client.client.bootstrap import connect
 
@@ -55,7 +54,7 @@ class Part:
 
     Attributes:
         life: which one, over all of a job.
-        rank, job, generation, servers, keys, settings: as of `worker_client.init`.
+        rank, join, job, generation, servers, keys, settings: as of `worker_client.init`.
         data, exact, nodes, elastic: as of `Judge`.
         leader: ``host:port`` where a process group meets; "" for none.
         timeout_s: of calls that have no timeout of their own.
@@ -67,6 +66,7 @@ class Part:
 
     life: int = 0
     rank: int = 0
+    join: bool = False
     job: str = ""
     generation: int = 0
     servers: tuple[str, ...]
@@ -112,21 +112,15 @@ class Life:
         self._tell = tell
         self._clock = clock
         self._interrupter = interrupter
-        self._judge = Judge(
-            part.plan,
-            part.rank,
-            part.data,
-            exact=part.exact,
-            nodes=part.nodes,
-            elastic=part.elastic,
-        )
         self._steps = dict.fromkeys(THREADS, 0)
+        self._gate = threading.Barrier(len(THREADS), self._admit)
         self._at: dict[int, Call] = {}  # by thread, what it is about
         self._lock = threading.Lock()  # of what is counted
         self._counts: Counter[str] = Counter()
         self._masks: list[tuple[tuple[int, int, int], int]] = []
         self._errors: list[str] = []
         self._client: Client
+        self._judge: Judge
         self._model: backward.Model
 
     # -- what is told -------------------------------------------------------------------------
@@ -179,8 +173,17 @@ class Life:
                 raise
             self.over = f"no process group: {error}"
             return
-        self._tell("joined", {"life": part.life, "seconds": time.monotonic() - begun})
         self._client = client
+        self._judge = Judge(
+            part.plan,
+            client.rank,
+            part.data,
+            exact=part.exact,
+            nodes=part.nodes,
+            elastic=part.elastic,
+        )
+        said = {"life": part.life, "rank": client.rank, "seconds": time.monotonic() - begun}
+        self._tell("joined", said)
         threads = [
             threading.Thread(target=self._guarded, args=(thread,), name=f"named {thread}")
             for thread in NAMED
@@ -197,6 +200,8 @@ class Life:
         part = self.part
         os.environ.update(part.environment)
         identity: dict[str, Any] = {"rank": part.rank, "world_size": part.plan.ranks}
+        if part.join:
+            identity = {"join": True}
         if part.leader:
             from torch import distributed  # noqa: PLC0415 (only some topologies need torch)
 
@@ -234,14 +239,19 @@ class Life:
             self.find("untyped error", self._at.get(thread), traceback.format_exc())
             self.over = "a finding"
         finally:
+            self._gate.abort()  # nobody is to wait for this thread
             if self.over:
                 self.stop.set()
 
     def _run(self, thread: int) -> None:
-        bad = 0
-        for number in itertools.count():
-            if self.stop.is_set() or number >= self.until.get(thread, sys.maxsize):
-                return
+        bad = number = 0
+        while not self.stop.is_set() and number < self.until.get(thread, sys.maxsize):
+            if self.part.plan.admits and number % ADMIT_EVERY == 0:
+                try:
+                    self._gate.wait()
+                except threading.BrokenBarrierError:
+                    return
+                number = self._steps[thread]
             self._steps[thread] = number
             good = self._step(self.part.plan.step(thread, number), thread)
             bad = 0 if good else bad + 1
@@ -251,6 +261,30 @@ class Life:
                 raise Over("nothing but errors")
             if bad:
                 self.stop.wait(min(bad * REST_S, MOST_REST_S))
+            number += 1
+
+    def _admit(self) -> None:
+        """Let in who waits, while no thread has a call; then all threads are at the same step."""
+        client, part = self._client, self.part
+        step = max(self._steps.values())
+        step += -step % ADMIT_EVERY
+        begun, newcomer = time.monotonic(), client.newcomer
+        try:
+            if client.admit():
+                self._judge.take_in(client.world_size, client.present)
+                told = np.array([step])
+                client.all_reduce(told, "max").wait()
+                step = int(told[0])
+                self._count("joined" if newcomer else "let in")
+        except ReductionError as error:
+            self._count("error", type(error).__name__, f"{type(error).__name__} of an admission")
+            if newcomer:
+                raise Over("it does not know where the others are") from None
+        finally:
+            most_s = 3 * (part.timeout_s + part.slack_s) + part.margin_s
+            if (took := time.monotonic() - begun) > most_s + self._clock.withheld(begun):
+                self.find("hang", None, f"an admission took {took:.2f} s")
+        self._steps = dict.fromkeys(THREADS, step)
 
     def _step(self, calls: list[Call], thread: int) -> bool:
         """Make calls and wait for all; return whether any of them went as it should."""

@@ -9,7 +9,7 @@ from typing import Any
 from lab import Lab
 from reducer.commands.keygen import keygen
 from torture.guarantee_faults import Arena
-from torture.guarantee_job import Job, Tally
+from torture.guarantee_job import MOST_JOIN, Job, Tally
 from torture.guarantee_plan import Plan
 from torture.guarantee_pool import Reducers
 from torture.guarantee_rank import Part
@@ -49,6 +49,7 @@ class Topology:
         local: ranks of a node; 0: no hierarchy.
         exact: whether values are such that the order of additions does not matter.
         elastic: whether a job goes on without a rank.
+        admits: whether ranks join it.
         round_trip_ms: between any two hosts of a lab; 0: all are on loopback.
         slack_s: how much later than its timeout a call may end, as docs/failures.md says.
         patience_s: within which there must be good results after a fault.
@@ -65,6 +66,7 @@ class Topology:
     local: int = 0
     exact: bool = False
     elastic: bool = False
+    admits: bool = False
     round_trip_ms: float = 0.0
     slack_s: float = 0.0
     patience_s: float = 45.0
@@ -80,6 +82,16 @@ TOPOLOGIES = {
         faults=GROUP | {"pool killed": 1.0},
         elastic=True,
         slack_s=25.0,  # the ranks that are left wait for each other, and then begin anew
+        patience_s=75.0,
+        settings={"on_rank_lost": "continue"},
+    ),
+    "joining": Topology(
+        ranks=(2, 3),
+        reducers=(2,),
+        faults=GROUP | {"pool killed": 1.0, "job killed": 1.0, "rank joins": 60.0},
+        elastic=True,
+        admits=True,
+        slack_s=25.0,
         patience_s=75.0,
         settings={"on_rank_lost": "continue"},
     ),
@@ -170,6 +182,7 @@ def arrange(
             troubles=TROUBLES,
             uniform=rng.random() < 0.3,
             ddp=topology.group,
+            admits=topology.admits,
         ),
         data=seed,
         exact=topology.exact,
@@ -182,7 +195,7 @@ def arrange(
         most_errors=rng.choice((1, 4, 12)),
         settings=settings,
     )
-    plain = [rng.random() < PLAIN for _ in range(ranks)]
+    plain = [rng.random() < PLAIN for _ in range(ranks + MOST_JOIN)]
 
     def of_rank(rank: int) -> dict[str, Any]:
         environment = dict(topology.environment)
