@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from reducer.errors import ConfigError, ReductionError, ReductionTimeout
+from reducer.errors import ConfigError, RankLostError, ReductionError, ReductionTimeout
 from torture import guarantee_backward as backward
 from torture import guarantee_oracle as oracles
 from torture.guarantee_judge import Judge
@@ -151,6 +151,10 @@ class Life:
     def _note(self, call: Call, error: ReductionError) -> None:
         """Count an error, as it may be."""
         self._count("error", type(error).__name__)
+        lost = isinstance(error, RankLostError) and error.rank == self._client.rank
+        if lost and self.part.plan.admits:
+            self.over = "the others go on without it"  # another is to join in its place
+            self.stop.set()
         if call.name is None and not call.near:  # others are packed together
             self._count("untroubled error")
         with self._lock:
