@@ -136,8 +136,8 @@ class Arena:
                 return
 
     def _goes_on(self, kind: str) -> bool:
-        """Whether a fault breaks connections that go on: any number of them costs nothing."""
-        return self._resumes and kind.startswith("connection")
+        """Whether any number of these faults costs nothing: ranks join, or connections go on."""
+        return kind == "rank joins" or (self._resumes and kind.startswith("connection"))
 
     def _is_harmless(self, kind: str, job: Job) -> bool:
         """Whether a fault may cost no call: another reducer is left, or the process group."""

@@ -289,6 +289,8 @@ class Job:
             self.calm = False  # others may not be told of that step yet, or have passed it
         else:
             member.state, member.why = "over", said["why"]
+            if self.calm and said["why"].startswith("not joined"):
+                self.find(member, "needless error", said["why"])
 
     def judge(self) -> None:
         """Find out which errors nothing explains that any rank has said by now."""
