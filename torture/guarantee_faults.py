@@ -17,7 +17,7 @@ SECOND = 0.3  # how often a fault is followed by another one before it is over
 EARLY = 0.15  # how often a fault comes while a job begins
 LEAVE_S = 4.0  # for the others to hear by themselves that a rank is gone
 END_S = 40.0  # for all to leave, once they were told to
-GOOD = 5  # right results that every rank must have after a fault
+GOOD = 5  # right results that every thread of a rank must have after a fault
 
 
 class Arena:
@@ -73,7 +73,7 @@ class Arena:
         """Say how all ranks are."""
         jobs = "; ".join(
             f"{job.part.job} {job.life}: "
-            + ", ".join(f"{m.state} {m.right}+{m.failed} {m.why}" for m in job.members)
+            + ", ".join(f"{m.state} {[*m.right.values()]}+{m.failed} {m.why}" for m in job.members)
             for job in self.jobs
         )
         return jobs if self.reducers is None else f"{jobs}; reducers {self.reducers.well}"
@@ -289,10 +289,14 @@ class Arena:
 
     def _await_results(self, job: Job, end: float) -> None:
         def is_good() -> bool:
-            return all(member.right >= goals.get(member, GOOD) for member in job.running)
+            return all(
+                right >= goals.get(member, {}).get(thread, 0) + GOOD
+                for member in job.running
+                for thread, right in member.right.items()
+            )
 
         pump(self.jobs, 0.0, self._intruders)
-        goals = {member: member.right + GOOD for member in job.members}
+        goals = {member: dict(member.right) for member in job.members}
         while True:
             self._until(lambda: self._is_over(job) or is_good(), end - time.monotonic())
             if not self._is_over(job) and is_good():

@@ -67,7 +67,8 @@ class Member:
     Attributes:
         state: ``joining``, ``running``, ``leaving``, ``over`` or ``dead``.
         why: why it is over.
-        right, failed: results and errors.
+        right: how many results each thread has.
+        failed: errors.
         steps: which step each thread is at.
         stopped: whether it was sent SIGSTOP.
     """
@@ -92,7 +93,8 @@ class Member:
         """Forget what was heard of earlier lives."""
         self.life = life
         self.why = ""
-        self.right = self.failed = 0
+        self.right = dict.fromkeys(THREADS, 0)
+        self.failed = 0
         self.steps = dict.fromkeys(THREADS, 0)
         self.errors: list[str] = []
         self.heard = time.monotonic()
@@ -289,8 +291,9 @@ class Job:
             self.calm = False  # others may not be told of that step yet, or have passed it
         else:
             member.state, member.why = "over", said["why"]
-            if self.calm and said["why"].startswith("not joined"):
-                self.find(member, "needless error", said["why"])
+            errors = "not joined" if self.calm else "not joined: MismatchError"
+            if member.rank >= self.part.plan.ranks and member.why.startswith(errors):
+                self.find(member, "needless error", member.why)
 
     def judge(self) -> None:
         """Find out which errors nothing explains that any rank has said by now."""
@@ -337,7 +340,8 @@ class Job:
         self.calm &= not any(counts[f"trouble {kind}"] for kind in costly)
         if self.settled and self.calm and counts["untroubled error"]:
             self._unexplained.append((member, said["errors"]))  # who leaves says so before it does
-        member.right += counts["right"]
+        for thread in THREADS:
+            member.right[thread] += counts[f"right of thread {thread}"]
         member.failed += counts["error"]
         member.steps = said["steps"]
         member.errors = [*member.errors, *said["errors"]][-20:]

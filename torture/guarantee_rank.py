@@ -344,7 +344,7 @@ class Life:
             if wrong:
                 self.find("wrong", call, wrong)
             else:
-                self._count("right", "right gradient")
+                self._count("right", f"right of thread {MAIN}", "right gradient")
         return not any(found)
 
     def _trouble(self, call: Call) -> tuple[str, float]:
@@ -429,7 +429,7 @@ class Life:
         if wrong := self._judge.judge(call, got, residual, present):
             self.find("wrong", call, wrong)
         else:
-            self._count("right")
+            self._count("right", f"right of thread {call.key[0]}")
             if part.elastic and oracles.tells(call) and kind != "disagree":
                 whose = self._judge.whose(call, got)
                 with self._lock:
