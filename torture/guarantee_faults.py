@@ -277,6 +277,8 @@ class Arena:
 
     def _is_over(self, job: Job) -> bool:
         running = [member for member in job.running if member.alive]
+        if job.part.decider is not None:
+            return len(running) < job.part.plan.ranks - 1
         if self._elastic:
             return len(running) < 2
         return len(running) < len(job.members)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torture import guarantee_rank
+from torture.guarantee_outer import decider
 from torture.guarantee_plan import ADMIT_EVERY, MAIN, THREADS
 from torture.guarantee_rank import Part
 from worker_client.commands.demo.ranks import free_port
@@ -93,7 +94,7 @@ class Member:
         """Forget what was heard of earlier lives."""
         self.life = life
         self.why = ""
-        self.right = dict.fromkeys(THREADS, 0)
+        self.right: dict[int, int] = {}
         self.failed = 0
         self.steps = dict.fromkeys(THREADS, 0)
         self.errors: list[str] = []
@@ -112,6 +113,7 @@ class Member:
     def begin(self, part: Part) -> None:
         """Have it take part in a life."""
         self.renew(part.life)
+        self.right = dict.fromkeys(THREADS if part.decider is None else (MAIN,), 0)
         self.state = "joining"
         self.send("begin", part)
 
@@ -191,6 +193,9 @@ class Job:
         self.settled, self.struck, self.calm = False, 0, True
         if self.part.leader:
             self.part = replace(self.part, leader=f"127.0.0.1:{free_port()}")
+        if self.part.decider is not None:
+            self._store = decider()
+            self.part = replace(self.part, decider=self._store.port)
         for member in self.members[self.part.plan.ranks :]:
             member.end()
         del self.members[self.part.plan.ranks :]
@@ -340,7 +345,7 @@ class Job:
         self.calm &= not any(counts[f"trouble {kind}"] for kind in costly)
         if self.settled and self.calm and counts["untroubled error"]:
             self._unexplained.append((member, said["errors"]))  # who leaves says so before it does
-        for thread in THREADS:
+        for thread in member.right:
             member.right[thread] += counts[f"right of thread {thread}"]
         member.failed += counts["error"]
         member.steps = said["steps"]

@@ -28,6 +28,7 @@ import numpy as np
 from reducer.errors import ConfigError, RankLostError, ReductionError, ReductionTimeout
 from torture import guarantee_backward as backward
 from torture import guarantee_oracle as oracles
+from torture import guarantee_outer as quorum
 from torture.guarantee_judge import Judge
 from torture.guarantee_plan import ADMIT_EVERY, MAIN, NAMED, THREADS, Call, Plan
 from torture.guarantee_signals import TICK_S, Clock, Interrupted, Interrupter, enter
@@ -57,6 +58,8 @@ class Part:
         rank, join, job, generation, servers, keys, settings: as of `worker_client.init`.
         data, exact, nodes, elastic: as of `Judge`.
         leader: ``host:port`` where a process group meets; "" for none.
+        decider: port of the store where ranks decide that average by quorum, and make no calls; or
+            None.
         timeout_s: of calls that have no timeout of their own.
         margin_s: how much later than its timeout a call may end.
         slack_s: how much later still in this topology, as its document says.
@@ -77,6 +80,7 @@ class Part:
     nodes: tuple[int, ...] | None
     elastic: bool
     leader: str
+    decider: int | None = None
     timeout_s: float
     margin_s: float
     slack_s: float
@@ -188,6 +192,13 @@ class Life:
         )
         said = {"life": part.life, "rank": client.rank, "seconds": time.monotonic() - begun}
         self._tell("joined", said)
+        if part.decider is not None:
+            try:
+                self._train(quorum.Training(client, part.decider))
+            finally:
+                self._tell("leaving", {"life": part.life})
+                client.shutdown()
+            return
         threads = [
             threading.Thread(target=self._guarded, args=(thread,), name=f"named {thread}")
             for thread in NAMED
@@ -266,6 +277,26 @@ class Life:
             if bad:
                 self.stop.wait(min(bad * REST_S, MOST_REST_S))
             number += 1
+
+    def _train(self, training: quorum.Training) -> None:
+        """Average by quorum until told to end, and tell what came of every outer step."""
+        part = self.part
+        most_s = 3 * (part.timeout_s + part.slack_s) + part.margin_s
+        known: set[tuple[int, int]] = set()
+        while not self.stop.is_set():
+            begun = time.monotonic()
+            try:
+                training.step()
+                for fragment, made, digest in training.common():
+                    if (fragment, made) not in known:
+                        known.add((fragment, made))
+                        self._masks.append(((MAIN, made, fragment), digest))
+                        self._count("right", f"right of thread {MAIN}")
+            except ReductionError as error:
+                self._count("error", type(error).__name__)
+                self.stop.wait(REST_S)
+            if (took := time.monotonic() - begun) > most_s + self._clock.withheld(begun):
+                self.find("hang", None, f"an averaging took {took:.1f} s")
 
     def _admit(self) -> None:
         """Let in who waits, while no thread has a call; then all threads are at the same step."""

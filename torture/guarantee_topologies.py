@@ -50,6 +50,7 @@ class Topology:
         exact: whether values are such that the order of additions does not matter.
         elastic: whether a job goes on without a rank.
         admits: whether ranks join it.
+        quorum: whether ranks average models, at times without one of them, and make no calls.
         round_trip_ms: between any two hosts of a lab; 0: all are on loopback.
         slack_s: how much later than its timeout a call may end, as docs/failures.md says.
         patience_s: within which there must be good results after a fault.
@@ -67,6 +68,7 @@ class Topology:
     exact: bool = False
     elastic: bool = False
     admits: bool = False
+    quorum: bool = False
     round_trip_ms: float = 0.0
     slack_s: float = 0.0
     patience_s: float = 45.0
@@ -119,6 +121,15 @@ TOPOLOGIES = {
         reducers=(2,),
         faults={name: FAULTS[name] / 3 for name in FAULTS} | BREAKS,
         round_trip_ms=20.0,
+    ),
+    "quorum": Topology(
+        ranks=(3, 4),
+        reducers=(2,),
+        faults=GROUP,
+        quorum=True,
+        elastic=True,
+        slack_s=25.0,  # late ranks one after the other, and reducers that are away
+        patience_s=75.0,
     ),
     "two-jobs": Topology(ranks=(2,), reducers=(2,), faults=FAULTS, jobs=("first", "second")),
 }
@@ -189,6 +200,7 @@ def arrange(
         nodes=nodes,
         elastic=topology.elastic,
         leader="somewhere" if topology.group else "",
+        decider=0 if topology.quorum else None,
         timeout_s=TIMEOUT_S,
         margin_s=margin_s,
         slack_s=topology.slack_s,
