@@ -1,30 +1,28 @@
-"""One rank of the Accelerate and transformers tests: runs the cases whose names begin so.
+"""One rank of the Accelerate tests: runs the cases whose names begin so.
 
-Started by test_accelerate as ``python -m tests.frameworks.accelerate_cases FOLDER NAMES``.
+Started by test_accelerate as ``python -m tests.frameworks.accelerate_cases NAMES``.
 """
 
 import os
 import sys
 import warnings
+from tempfile import TemporaryDirectory
 
-FOLDER, NAMES = sys.argv[1:]
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from accelerate import Accelerator  # noqa: E402
-from accelerate.state import AcceleratorState  # noqa: E402
-from accelerate.utils import DistributedDataParallelKwargs  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-from tests.frameworks.small import data, digest, loss_of, network  # noqa: E402
-from tests.integration.cases import of_all, run_cases  # noqa: E402
-from tests.ranks import refusal  # noqa: E402
-from worker_client import accelerate as ours  # noqa: E402
-from worker_client.ddp import state_of  # noqa: E402
-from worker_client.torch_backend import bytes_reduced  # noqa: E402
+from tests.frameworks.small import data, digest, loss_of, network
+from tests.integration.cases import of_all, run_cases
+from tests.ranks import refusal
+from worker_client import accelerate as ours
+from worker_client.client.bootstrap import connect
+from worker_client.ddp import state_of
+from worker_client.torch_backend import bytes_reduced
 
 warnings.filterwarnings("ignore")
 MIB = 1 << 20
@@ -41,13 +39,15 @@ class Training:
 
     def __init__(self, accelerator, attached, unused=False):
         self.accelerator = accelerator
-        self.client = ours.attach(accelerator) if attached else None
+        own = None if attached is True else attached
+        self.client = ours.attach(accelerator, own) if attached else None
         self.before = self.reduced()
         torch.manual_seed(0)
-        self.net = network(16)
+        self.net = network(64, 64)  # large enough for 8 bits
         if unused:
+            used = nn.Sequential(*self.net)
             self.net.spare = nn.Linear(8, 8)
-            self.net.forward = lambda x: self.net[2](self.net[1](self.net[0](x)))
+            self.net.forward = used.forward
         self.model, self.optimizer, self.loader = accelerator.prepare(
             self.net, torch.optim.SGD(self.net.parameters(), 0.05, momentum=0.9), data()
         )
@@ -123,31 +123,18 @@ def case_options_give_the_bits_of_gloo():
         assert trained(True, {"comm_wrapper": wrapper})[1] == plain / 2
 
 
-def transformed(attached, **options):
-    """Return what the Trainer of transformers comes to."""
-    from tests.frameworks.trainings.transformers import GPT2, trainer_of  # noqa: PLC0415
-
-    AcceleratorState._reset_state()
-    trainer = trainer_of(GPT2, FOLDER, gradient_accumulation_steps=2, **options)
-    client = ours.attach(trainer.accelerator) if attached else None
-    before = 0 if client is None else client.bytes_reduced
-    trainer.train()
-    assert trainer.state.global_step == 8
-    made = (trainer.model_wrapped.bucket_bytes_cap, trainer.model_wrapped.find_unused_parameters)
-    return digest(trainer.model), made, 0 if client is None else client.bytes_reduced - before
-
-
-def case_transformers_give_the_bits_of_gloo():
-    """The Trainer keeps its own choices."""
-    for options, bucket_cap in (
-        ({}, 64 * MIB),
-        ({"bf16": True}, 64 * MIB),
-        ({"ddp_bucket_cap_mb": 8}, 8 * MIB),
-    ):
-        weights, made, sent = transformed(True, **options)
-        assert weights == transformed(False, **options)[0]
-        assert made == (bucket_cap, True)  # the Trainer's default
-        assert sent > 0
+def case_a_state_has_the_residuals_of_8_bits():
+    with connect(job="8 bits", wire_dtype="int8") as client, TemporaryDirectory() as folder:
+        whole = Training(make(), client)
+        whole.epochs(2)
+        saved, _ = of_all(folder)
+        begun = Training(make(), client)
+        begun.epochs(1)
+        begun.accelerator.save_state(saved)
+        resumed = Training(make(), client)
+        resumed.accelerator.load_state(saved)
+        resumed.epochs(1)
+        assert resumed.end()[0] == whole.end()[0]
 
 
 def case_refusals_name_the_fix():
@@ -169,16 +156,13 @@ def case_refusals_name_the_fix():
 
 
 def case_backend():
-    """The Trainer takes a process group of the backend that it would not make."""
-    from transformers import TrainingArguments  # noqa: PLC0415
-
-    weights, _, _ = transformed(False)
+    """A process group of the backend needs no attach()."""
+    weights, _, _ = trained(False)
     dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(ValueError, match="Your assigned backend reduction is not available"):
-        TrainingArguments(FOLDER, use_cpu=True, ddp_backend="reduction")
     dist.init_process_group("reduction")
-    assert transformed(False)[0] == weights
+    assert "leave out attach()" in refusal(ours.attach, make())
+    assert trained(False)[0] == weights
     assert bytes_reduced() > 0
 
 
@@ -188,6 +172,6 @@ def case_who_is_alone_is_told_how_to_start():
 
 
 if __name__ == "__main__":
-    run_cases(globals(), names=NAMES, stop=True)
+    run_cases(globals(), names=sys.argv[1], stop=True)
     if dist.is_initialized():
         dist.barrier()

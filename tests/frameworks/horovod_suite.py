@@ -8,17 +8,17 @@ TensorFlow 2; Horovod runs them in sessions as well.
 
 They run in the same processes, as with mpirun, and in one job, until one fails. It is then found
 out whether that job goes on, and the test is run again by itself, in new processes, and this
-counts. A test may fail if `KNOWN` says why, and has to.
+counts. A test may fail if a table of docs/horovod.md says why, and has to.
 
     export HOROVOD_SOURCE=~/horovod
     python -m tests.frameworks.horovod_suite [FILE] [--world-size 3] [--only NAME]
-    python -m tests.frameworks.horovod_suite [FILE] --table   # what docs/horovod.md says of them
 """
 # ruff: noqa: PLC0415, S102, T201 (what is imported depends on the environment; a command)
 
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -29,14 +29,13 @@ import unittest
 import unittest.mock
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from reducer import local_pool
 from tests.frameworks import suites
 from tests.frameworks.suites import Ranks, Verdict
-from tests.horovod_imports import changed
+from tests.horovod_imports import PAGE, changed
 
 LIMITS = {"start_s": 120.0, "test_s": 90.0, "after_s": 20.0}
 SOURCE = "HOROVOD_SOURCE"
@@ -50,75 +49,11 @@ CLASSES = {  # by their files
 LAUNCHED = "Gloo is not available"  # why two tests are skipped without horovodrun
 
 
-class Reason(NamedTuple):
-    """Why a test fails, with how many ranks."""
-
-    sizes: tuple[int, ...]
-    why: str
-
-
-_HALVES = Reason(
-    (3,), "three float16 are compared with a float32 product: no float16 is equal to most of these"
-)
-_ROUNDED = Reason(
-    (3,), "three float16 are compared with a result that is rounded after each step, and not once"
-)
-_EQUAL = Reason(
-    (3,), "the mean of three equal numbers has to have their bits, and their sum is rounded"
-)
-_KERAS_2 = Reason((2, 3), "it asks Keras 3 for what Keras 2 had")
-KNOWN = {
-    "test_torch.py": {
-        "test_horovod_allreduce_prescale": _HALVES,
-        "test_horovod_reducescatter_prescale": _HALVES,
-        "test_horovod_grouped_reducescatter_prescale": _HALVES,
-    },
-    "test_tensorflow.py": {
-        "test_horovod_allreduce_average_cpu": _ROUNDED,
-        "test_horovod_allreduce_product_cpu": _ROUNDED,
-        "test_horovod_grouped_allreduce_average_cpu": _EQUAL,
-        "test_horovod_grouped_allreduce_product_cpu": _ROUNDED,
-        "test_horovod_grouped_allreduce_mixed_indexed_slices_average_cpu": _EQUAL,
-        "test_horovod_allreduce_indexed_slices_prescale_postscale_error": Reason(
-            (2, 3), "`tf.IndexedSlices` take the factors here, which Horovod refuses"
-        ),
-        "test_horovod_syncbn_cpu": _KERAS_2,
-        "test_partial_distributed_gradient_tape": _KERAS_2,
-    },
-    "test_tensorflow_process_sets.py": {
-        "test_horovod_allreduce_process_set_id_error": Reason(
-            (2, 3), "it assigns to `process_set_id`, which can only be read"
-        ),
-        "test_horovod_reducescatter_grad_cpu_process_sets": Reason(
-            (2, 3), "a float16 of 0 has to be less than 1e-8, which with NumPy 2 is 0 as well"
-        ),
-    },
-    "test_tensorflow2_keras.py": dict.fromkeys(
-        (
-            "test_train_model_lr_schedule",
-            "test_sparse_as_dense",
-            "test_legacy_optimizer",
-            "test_sparse_as_dense_with_grad_aggregation",
-            "test_grad_aggregation_with_inf_grad",
-            "test_gradient_aggregation_0",
-            "test_gradient_aggregation_1",
-            "test_gradient_aggregation_with_local_vars_0",
-            "test_gradient_aggregation_with_local_vars_1",
-            "test_partial_distributed_optimizer",
-            "test_broadcast_global_variables_callback_with_local_vars",
-        ),
-        _KERAS_2,
-    ),
-}
-
-
-def table(file):
-    """Return what fails of a file and why, in Markdown."""
-    rows = [
-        f"| `{name}` | {' and '.join(map(str, sizes))} | {why} |\n"
-        for name, (sizes, why) in KNOWN[file].items()
-    ]
-    return "| test | fails at ranks | because |\n|---|---|---|\n" + "".join(rows)
+def known(file, world_size):
+    """Return the tests of a file that fail with so many ranks, as a table of the page says."""
+    of_file = PAGE.read_text().partition(f"\n**{file}**")[2].partition("\n**")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", of_file, re.MULTILINE)
+    return {name for name, sizes in rows if str(world_size) in sizes}
 
 
 def load(name):
@@ -257,12 +192,8 @@ def run_all(file, world_size, only):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", default="test_torch.py", choices=CLASSES)
-    parser.add_argument("--table", action="store_true", help="write what is known to fail, and why")
     suites.add_options(parser)
     options = parser.parse_args()
-    if options.table:
-        print(table(options.file), end="")
-        return
     os.environ["REDUCTION_TIMEOUT"] = "20s"
     with local_pool(2) as servers:
         os.environ["REDUCTION_SERVERS"] = ",".join(servers)
@@ -270,12 +201,11 @@ def main():
         ends = suites.shown(run_all(options.file, options.world_size, only))
     if options.json:
         options.json.write_text(json.dumps(ends, indent=1))
-    reasons = KNOWN[options.file].items()
-    known = {name for name, reason in reasons if options.world_size in reason.sizes}
     failed = {name for name, end in ends.items() if end.outcome == "failed"}
-    for name in sorted(failed ^ known.intersection(ends)):
-        print(name, "passes, and is said to fail" if name in known else "fails, and nobody said so")
-    sys.exit(failed != known.intersection(ends))
+    said = known(options.file, options.world_size).intersection(ends)
+    for name in sorted(failed ^ said):
+        print(name, "passes, and is said to fail" if name in said else "fails, and nobody said so")
+    sys.exit(failed != said)
 
 
 if __name__ == "__main__":

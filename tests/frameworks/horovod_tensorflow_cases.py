@@ -46,13 +46,9 @@ from horovod.tensorflow.mpi_ops import allreduce, rank, size
 
 same = [
     (horovod.tensorflow, hvd),
-    (hvd.Compression, Compression),
     (hvd.allreduce, allreduce),
-    (hvd.broadcast_object, broadcast_object),
-    (hvd.elastic.TensorFlowState, TensorFlowState),
     (of_keras.DistributedOptimizer, horovod.tensorflow.keras.DistributedOptimizer),
     (of_keras.callbacks.MetricAverageCallback, callbacks.MetricAverageCallback),
-    (of_keras.elastic.KerasState, KerasState),
     (elastic.run, hvd.elastic.run),
     (horovod.rank, rank),
 ]
@@ -114,17 +110,6 @@ def case_arguments_and_refusals():
     ):
         with pytest.raises(ConfigError, match=message):
             call()
-
-
-def case_slices_are_gathered():
-    def reduced():
-        values = tf.fill((1, 2), mine)
-        return hvd.allreduce(tf.IndexedSlices(values, tf.constant([rank]), tf.constant([2, 2])))
-
-    for got in everywhere(reduced):
-        assert isinstance(got, tf.IndexedSlices)
-        dense = tf.convert_to_tensor(got)
-        np.testing.assert_array_equal(dense, [[0.5, 0.5], [1.0, 1.0]])
 
 
 def case_the_root_has_it():

@@ -58,9 +58,16 @@ def case_an_optimizer_keeps_its_state_and_saves_as_itself():
     model.fit(x, y, batch_size=4, verbose=0)
     assert model.get_weights()[0].item() == 5 - 1 - (0.5 * 1 + 1.5)
     with tempfile.TemporaryDirectory() as home:
-        path = Path(home) / "model.keras"
+        path, weights = Path(home) / "model.keras", Path(home) / "model.weights.h5"
         model.save(path)
+        model.save_weights(weights)
+        resumed = line(0.0)
+        resumed.compile(DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5)), slope)
+        resumed.optimizer.build(resumed.trainable_variables)
+        resumed.load_weights(weights)
         loaded = keras.models.load_model(path, custom_objects={"slope": slope})
+    resumed.fit(x, y, batch_size=4, verbose=0)
+    assert resumed.get_weights()[0].item() == 2 - (0.5 * 2 + 1.5)
     assert type(loaded.optimizer) is keras.optimizers.SGD
     assert int(loaded.optimizer.iterations) == 2
     loaded.fit(x, y, batch_size=4, verbose=0)  # without the other rank

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from importlib import import_module
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
@@ -27,6 +28,7 @@ from tests.frameworks.small import data, digest, loss_of, network  # noqa: E402
 from tests.integration.cases import of_all, run_cases  # noqa: E402
 from tests.ranks import refusal  # noqa: E402
 from worker_client import lightning as ours  # noqa: E402
+from worker_client.client.bootstrap import connect  # noqa: E402
 
 warnings.filterwarnings("ignore")
 EMBEDDED = "REDUCTION_SERVERS" not in os.environ
@@ -38,7 +40,7 @@ class Net(pl.LightningModule):
 
     def __init__(self, unused=False, dies_at=-1):
         super().__init__()
-        self.layers = network(16)
+        self.layers = network(64, 64)  # large enough for 8 bits
         self.spare = torch.nn.Linear(8, 8) if unused else None
         self.dies_at = dies_at
         self.wrapped = None
@@ -94,6 +96,23 @@ def case_fits_have_the_bits_of_gloo():
     weights, _, client = fit(wrapper)
     assert of_all(weights) == [weights] * 2
     assert sent[1] == client.bytes_reduced == sent[0] / 2
+
+
+def case_a_checkpoint_has_the_residuals_of_8_bits():
+    with connect(job="8 bits", wire_dtype="int8") as client, TemporaryDirectory() as folder:
+
+        def fitted(epochs, saved=None):
+            torch.manual_seed(0)
+            model = Net()
+            options = {"enable_checkpointing": True, "default_root_dir": folder}
+            trainer = trainer_of(ours.ReductionStrategy(client=client), epochs, **options)
+            trainer.fit(model, data(shuffle=True), ckpt_path=saved)
+            return digest(model), trainer.checkpoint_callback.best_model_path
+
+        whole, _ = fitted(2)
+        _, saved = fitted(1)
+        assert fitted(2, saved)[0] == whole
+        dist.barrier()
 
 
 def case_a_fit_by_either_name():

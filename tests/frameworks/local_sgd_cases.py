@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import warnings
-from collections import OrderedDict
 from datetime import timedelta
 
 import torch
@@ -18,12 +17,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
 )
-from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.frameworks.small import network
-from tests.ranks import ROOT, refusal, write_result
+from tests.ranks import ROOT, write_result
 from worker_client import torch_backend
 
 warnings.filterwarnings("ignore")
@@ -45,13 +44,8 @@ def snippet(title):
 class Training:
     """A small network with its optimizer and batches, and what snippets make of them.
 
-    Args:
-        steps: to make; the last period of four is not over.
-
-    Attributes:
-        names: what the snippets take for granted, and what they have defined.
-        count: returns the bytes that reducers have reduced so far.
-        counted: what it returned after each step.
+    `names` is what the snippets take for granted, and what they have defined; `counted` is what
+    `count` returned after each of the steps, the last four of which are no whole period.
     """
 
     def __init__(self, steps=18):
@@ -112,31 +106,6 @@ def averager():
     return training.end()
 
 
-def hierarchical():
-    """Average in pairs every second step, and over all ranks every fourth."""
-    training = Training()
-    code = snippet("PyTorch's averagers")
-    ours = "averager = HierarchicalModelAverager(OrderedDict([(2, 2), (4, 4)]))"
-    code, changed = re.subn(r"^averager = .*$", ours, code, flags=re.M)
-    assert changed == 1
-    whole = hierarchical_model_averager.HierarchicalModelAverager
-    training.run(code, HierarchicalModelAverager=whole, OrderedDict=OrderedDict)
-    return training.end()
-
-
-def beside_gloo():
-    """Average over a group of the backend in a job over Gloo."""
-    training = Training()
-    code = snippet("PyTorch's averagers").replace('"reduction"', '"gloo"')
-    made = re.search(r"`(group = .*)`", PAGE)
-    used = re.search(r"`(PeriodicModelAverager\(4, process_group=group\))`", PAGE)
-    assert made is not None
-    assert used is not None
-    group = made[1].replace('"reduction"', '"gloo"') if OVER_GLOO else made[1]
-    training.run(code.replace("averager = P", f"{group}\naverager = {used[1]}\n_ = P"))
-    return training.end()
-
-
 def post_local():
     training = Training()
     training.run(snippet("Post-local SGD"))
@@ -167,21 +136,6 @@ def accelerated():
     training = Training()
     training.run(snippet("Accelerate's LocalSGD"), Accelerator=Accelerator, LocalSGD=LocalSGD)
     return training.end()
-
-
-def accelerated_backend():
-    """Train with Accelerate over the backend, without a client."""
-    from accelerate import Accelerator  # noqa: PLC0415
-    from accelerate.local_sgd import LocalSGD  # noqa: PLC0415
-
-    from worker_client.accelerate import attach  # noqa: PLC0415
-
-    training = Training()
-    training.run(snippet("The backend"), Accelerator=Accelerator)
-    said = "" if OVER_GLOO else refusal(attach, training.names["accelerator"])
-    lines = re.sub(r"^(accel|client).* = .*\n", "", snippet("Accelerate's LocalSGD"), flags=re.M)
-    training.run(lines, LocalSGD=LocalSGD)
-    return {**training.end(), "refusal": said}
 
 
 def lightning():
@@ -266,12 +220,9 @@ CASES = {
     case.__name__: case
     for case in (
         averager,
-        hierarchical,
-        beside_gloo,
         post_local,
         post_local_attached,
         accelerated,
-        accelerated_backend,
         lightning,
         streaming,
     )

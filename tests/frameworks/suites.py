@@ -13,32 +13,21 @@ from typing import NamedTuple
 
 
 class Verdict(NamedTuple):
-    """What became of a test at a rank.
+    """What became of a test at a rank."""
 
-    Attributes:
-        outcome: ``passed``, ``skipped`` or ``failed``.
-        why: it did not pass.
-        bytes_reduced: through reducers.
-    """
-
-    outcome: str
+    outcome: str  # passed, skipped or failed
     why: str = ""
     bytes_reduced: int = 0
 
 
 class Ranks:
-    """The processes that run tests.
+    """The processes that run tests; `ready` is what they have said when they were ready.
 
     Args:
         serve: what each of them runs, with its rank, the arguments and a pipe.
-        world_size: how many there are.
-        arguments: for all of them.
-        start_s: for all of them to be ready.
-        test_s: for a test.
+        world_size, arguments: how many there are, and what all are given.
+        start_s, test_s: for all of them to be ready, and for a test.
         after_s: for the others, when one rank has failed.
-
-    Attributes:
-        ready: what they have said when they were ready.
     """
 
     def __init__(self, serve, world_size, *arguments, start_s, test_s, after_s):

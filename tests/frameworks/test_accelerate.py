@@ -1,4 +1,4 @@
-"""Real Accelerate and transformers, real processes: the line that attaches, against Gloo."""
+"""Real Accelerate, real processes: the line that attaches, against Gloo."""
 
 import pytest
 
@@ -12,18 +12,17 @@ RANK = ("-m", "tests.frameworks.accelerate_cases")
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("needs", "embedded", "case"),
+    ("embedded", "case"),
     [
-        ("accelerate", False, "case_options"),
-        ("accelerate", False, "case_refusals"),
-        ("accelerate", False, "case_who_is_alone"),
-        ("transformers", False, "case_transformers"),
-        ("transformers", True, "case_transformers"),
-        ("transformers", False, "case_backend"),
+        (False, "case_options"),
+        (True, "case_options"),
+        (False, "case_a_state"),
+        (False, "case_refusals"),
+        (False, "case_who_is_alone"),
+        (False, "case_backend"),
     ],
 )
-def test_case(servers, tmp_path, needs, embedded, case):
-    pytest.importorskip(needs, reason=f"needs {needs}")
+def test_case(servers, embedded, case):
     given = environments(2, [] if embedded else servers, TQDM_DISABLE="1")
-    for rank in run(given, *RANK, tmp_path, case):
+    for rank in run(given, *RANK, case):
         assert set(rank.values()) == {""}

@@ -15,6 +15,7 @@ MODULES = {
     "tests.frameworks.jax_cases": ("jax",),
     "tests.frameworks.tensorflow_cases": ("tensorflow",),
     "tests.frameworks.keras_cases": ("tensorflow", "keras"),
+    "tests.frameworks.fsdp_cases": ("torch",),
     "tests.frameworks.horovod_tensorflow_cases": ("tensorflow", "keras", "torch"),
 }
 

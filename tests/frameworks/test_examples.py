@@ -1,5 +1,6 @@
 """Each example through reducers, and the same training over its framework's own backend."""
 
+import math
 from importlib.util import find_spec
 
 import pytest
@@ -50,3 +51,15 @@ def test_it_trains_as_without_reducers(servers, name):
 def test_a_change_of_the_backends_name_is_enough_without_servers(servers):
     need("sklearn", "torch")
     assert_alike(train("backend.py"), train("backend.py", "--stock"))
+
+
+def test_sites_train_by_themselves_and_end_alike(servers):
+    need("torch")
+    arguments = ("diloco_gpt.py", "--steps", "60", "--every", "20", "--delay", "8", "--seed", "3")
+    # Three outer steps of two fragments, one more at the end, and the weights to begin with.
+    often = train(*arguments, servers=servers, REDUCTION_WIRE_DTYPE="int8")
+    alone = train(*arguments, "--alone", servers=servers)
+    for ends in (often, alone):
+        assert len({end.weights for end in ends}) == 1
+    assert alone[0].bytes_reduced < often[0].bytes_reduced < 3 * alone[0].bytes_reduced
+    assert max(often[0].loss, alone[0].loss) < math.log(100) - 1  # as one who knows nothing

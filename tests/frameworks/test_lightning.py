@@ -16,6 +16,7 @@ RANK = ("-m", "tests.frameworks.lightning_cases")
     [
         ("lightning.pytorch", False, "case_fits"),
         ("lightning.pytorch", False, "case_the"),
+        ("lightning.pytorch", False, "case_a_checkpoint"),
         ("lightning.pytorch", False, "case_fabric"),
         ("lightning.pytorch", False, "case_more"),
         ("lightning.pytorch", False, "case_who_raises"),

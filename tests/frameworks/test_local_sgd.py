@@ -24,10 +24,6 @@ def periods_from_the_first_step(steps):
     return (steps + 3) // 4
 
 
-def pairs_and_periods(steps):
-    return (steps + 1) // 2
-
-
 def gradients_then_periods(steps):
     return min(steps, 4) + max(0, steps - 1) // 4
 
@@ -40,9 +36,7 @@ def whole_periods(steps):
     ("case", "package", "sent", "after"),
     [
         ("averager", "torch", periods_from_the_first_step, 0),
-        ("beside_gloo", "torch", periods_from_the_first_step, 0),
         ("accelerated", "accelerate", whole_periods, 1),
-        ("accelerated_backend", "accelerate", whole_periods, 1),
         ("lightning", "lightning", gradients_then_periods, 0),
     ],
 )
@@ -57,32 +51,14 @@ def test_two_ranks_get_the_bits_that_they_get_over_gloo_with_fewer_bytes(
         assert stock["total"] == 0
 
 
-def assert_close(ours, stock):
-    for rank, other in zip(ours, stock, strict=True):
-        assert rank["weights"] == pytest.approx(other["weights"], rel=1e-4, abs=1e-5)
-        assert other["total"] == 0
-
-
-def test_groups_of_a_hierarchy_average_through_reducers(servers):
-    ours = train("hierarchical", 4, servers)
-    assert_close(ours, train("hierarchical", 4))
-    for rank in ours:
-        assert rank["counted"] == [pairs_and_periods(steps) * rank["bytes"] for steps in STEPS]
-
-
 def test_post_local_sgd_over_the_backend_and_with_a_client(servers):
     backend, attached = (train(c, 4, servers) for c in ("post_local", "post_local_attached"))
-    assert_close(backend, train("post_local", 4))
-    for rank, other in zip(backend, attached, strict=True):
+    for rank, other, gloo in zip(backend, attached, train("post_local", 4), strict=True):
+        assert rank["weights"] == pytest.approx(gloo["weights"], rel=1e-4, abs=1e-5)
         assert rank["weights"] == other["weights"]
+        assert gloo["total"] == 0
         expected = [gradients_then_periods(steps) * rank["bytes"] for steps in STEPS]
         assert rank["counted"] == other["counted"] == expected
-
-
-def test_a_process_group_of_the_backend_needs_no_attach(servers):
-    pytest.importorskip("accelerate", reason="needs accelerate")
-    for rank in train("accelerated_backend", 2, servers):
-        assert "leave out attach()" in rank["refusal"]
 
 
 def test_fragments_of_a_model_are_on_their_way_while_others_train(servers):

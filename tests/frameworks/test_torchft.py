@@ -4,11 +4,11 @@ import os
 import re
 import subprocess
 import sys
-import time
-from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
+
+from tests.ranks import ROOT, ranks
+from tests.waits import eventually
 
 for package in ("torch", "torchft", "sklearn", "parameterized"):
     pytest.importorskip(package, reason=f"needs {package}")
@@ -16,9 +16,7 @@ for package in ("torch", "torchft", "sklearn", "parameterized"):
 coordination = pytest.importorskip("torchft.coordination")
 
 pytestmark = pytest.mark.timeout(300)
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "torchft_digits.py"
-STEPS = 120
 # torchft's own test modules: how many tests of each are skipped, as they need a GPU or torchcomms,
 # and how many fail.
 THEIRS = {
@@ -43,10 +41,11 @@ atexit.register(lambda: print(f"reduced {len(calls)} times"))
 """
 # Imports take a process seconds, in which the others could end: they are done before it is let in.
 TRAIN = f"""{COUNTED}
-import os, pathlib, runpy, time
+import os, pathlib, runpy, sys, time
 import sklearn.datasets, worker_client.torchft
 while not pathlib.Path(os.environ["GATE"]).exists():
     time.sleep(0.05)
+sys.argv = ["", "--replica=" + os.environ["REPLICA"], "--steps=120"]
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
 # Runs some of torchft's tests with our process group in the place of theirs.
@@ -64,77 +63,47 @@ def reductions(said):
     return int(re.findall(r"reduced (\d+) times", said)[0])
 
 
-class Replica:
-    """A process that trains, and what it has said so far."""
+def reaches(replica, step, replicas):
+    """Wait until one has said that it was in a step this late, with so many replicas."""
 
-    def __init__(self, number, environment, stack):
-        command = [sys.executable, "-c", TRAIN, f"--replica={number}", f"--steps={STEPS}"]
-        self._path = Path(environment["SAID"]) / f"{number}-{time.monotonic_ns()}"
-        self._gate = self._path.with_suffix(".gate")
-        environment = {**environment, "GATE": str(self._gate)}
-        with self._path.open("w") as file:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
-            )
-        stack.callback(self.process.wait)
-        stack.callback(self.process.kill)
+    def there():
+        assert replica.poll() is None, replica.err
+        said = re.findall(r"step (\d+): .*, (\d+) replicas", replica.out)
+        return any(int(at) >= step and int(count) == replicas for at, count in said)
 
-    @property
-    def said(self):
-        return self._path.read_text()
-
-    def let_in(self):
-        self._gate.touch()
-
-    def reaches(self, step, replicas):
-        """Wait until it has said that it was in a step this late, with so many replicas."""
-        deadline = time.monotonic() + 120
-        while not any(
-            int(at) >= step and int(there) == replicas
-            for at, there in re.findall(r"step (\d+): .*, (\d+) replicas", self.said)
-        ):
-            assert time.monotonic() < deadline, self.said[-5000:]
-            assert self.process.poll() is None, self.said[-5000:]
-            time.sleep(0.1)
-
-    def weights(self):
-        assert self.process.wait(120) == 0, self.said[-5000:]
-        assert reductions(self.said) >= 10
-        return re.findall(r"weights (\w+)", self.said)[0]
+    eventually(there, 120)
 
 
-@pytest.fixture(params=["pool", "embedded"])
-def environment(request, servers, tmp_path):
+@pytest.mark.parametrize("embedded", [False, True])
+def test_a_replica_is_killed_and_comes_back(servers, tmp_path, embedded):
     lighthouse = coordination.LighthouseServer(
         bind="[::]:0", min_replicas=2, join_timeout_ms=1000, heartbeat_timeout_ms=2000
     )
-    there = {"REDUCTION_SERVERS": ",".join(servers)} if request.param == "pool" else {}
-    yield {
-        **os.environ,
-        **there,
-        "TORCHFT_LIGHTHOUSE": lighthouse.address(),
-        "REDUCTION_JOB": f"torchft-{request.param}",
-        "SAID": str(tmp_path),
-    }
+    environment = {**os.environ, "REDUCTION_JOB": f"torchft-{embedded}", "PYTHONPATH": str(ROOT)}
+    environment["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+    if not embedded:
+        environment["REDUCTION_SERVERS"] = ",".join(servers)
+    gates = [tmp_path / str(at) for at in range(4)]
+    given = [
+        {**environment, "REPLICA": replica, "GATE": str(gate)}
+        for replica, gate in zip("0122", gates, strict=True)
+    ]
+    with ranks(given, "-c", TRAIN, fresh=True) as replicas:
+        for gate in gates[:3]:
+            gate.touch()
+        for replica in replicas[:3]:
+            reaches(replica, 20, 3)
+        replicas[2].kill()
+        reaches(replicas[0], 40, 2)
+        gates[3].touch()
+        reaches(replicas[3], 60, 3)
+        replicas.finish(killed=[2])
+        said = [replica.out for replica in replicas if replica is not replicas[2]]
     lighthouse.shutdown()
-
-
-def test_a_replica_is_killed_and_comes_back(environment):
-    with ExitStack() as stack:
-        first, second, third = (Replica(number, environment, stack) for number in range(3))
-        again = Replica(2, environment, stack)
-        for replica in (first, second, third):
-            replica.let_in()
-        for replica in (first, second, third):
-            replica.reaches(20, 3)
-        third.process.kill()
-        first.reaches(40, 2)
-        third = again
-        third.let_in()
-        third.reaches(60, 3)
-        assert first.weights() == second.weights() == third.weights()
-        losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", first.said)]
-        assert losses[-1] < losses[0] / 2
+    assert all(reductions(one) >= 10 for one in said)
+    assert len({re.findall(r"weights (\w+)", one)[0] for one in said}) == 1
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", said[0])]
+    assert losses[-1] < losses[0] / 2
 
 
 def run_theirs(servers, *names):

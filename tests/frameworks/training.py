@@ -34,13 +34,7 @@ class End(NamedTuple):
 def train(example, *arguments, servers=(), workers=2, timeout_s=280.0, **environment):
     """Run ``examples/EXAMPLE ARGUMENTS`` under torchrun, and return the ranks' ends in order.
 
-    Args:
-        example: file name.
-        arguments: the script's.
-        servers: reducers to use; none given and no ``--stock`` makes an embedded job.
-        workers: number of ranks.
-        timeout_s: for all of it.
-        environment: of the ranks, besides this process's.
+    Without servers and ``--stock`` the job is embedded.
     """
     attempts = STOCK_ATTEMPTS if "--stock" in arguments else 1
     while True:
@@ -66,12 +60,7 @@ def train(example, *arguments, servers=(), workers=2, timeout_s=280.0, **environ
 
 
 def assert_alike(ours, stock):
-    """Check that reducers trained all ranks to the bit alike, and to what the stock backend does.
-
-    Args:
-        ours: through reducers.
-        stock: the same script over its own backend.
-    """
+    """Check that reducers trained all ranks alike to the bit, and as the stock backend does."""
     assert len({end.weights for end in ours}) == 1, ours
     assert all(end.bytes_reduced > 0 for end in ours), ours
     assert all(end.bytes_reduced == 0 for end in stock), stock

@@ -36,20 +36,3 @@ def case_large_and_sparse_ones():
     sparse = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)
     dense = hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)().to_dense()
     assert result_of(dense).elements == [3.0, 0.0, 1.0, 2.0]
-
-
-def case_training():
-    model = torch.nn.Sequential(torch.nn.Linear(30, 20), hvd.SyncBatchNorm(20)).to("cuda")
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        named_parameters=model.named_parameters(),
-    )
-    for step in range(3):
-        torch.manual_seed(10 * step + hvd.rank())
-        optimizer.zero_grad()
-        model(torch.randn(8, 30, device="cuda")).square().mean().backward()
-        optimizer.step()
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    first, second = hvd.allgather_object([one.tolist() for one in model.parameters()])
-    assert first == second

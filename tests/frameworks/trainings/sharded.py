@@ -7,13 +7,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleOutput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -47,14 +43,7 @@ def shard(model, mesh):
 
 
 def train(part, model, seed, reduced=bytes_reduced):
-    """Train a model from the part's first step to its last.
-
-    Args:
-        part: which.
-        model: parallel.
-        seed: of this rank's batches.
-        reduced: counts bytes.
-    """
+    """Train a model from the part's first step to its last; `seed` is of this rank's batches."""
     before = reduced()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     if part.resumes:
@@ -94,24 +83,6 @@ def train_tensor_parallel(part):
     start(part)
     model = blocks()
     plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
-    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    return train(part, model, 0)
-
-
-def train_sequence_parallel(part):
-    """Between the layers each rank has half of the sequence, which reduce-scatters make."""
-    start(part)
-    model = blocks()
-    whole, half = Replicate(), Shard(1)
-    plan = {
-        "0": PrepareModuleInput(
-            input_layouts=whole, desired_input_layouts=half, use_local_output=True
-        ),
-        "*.norm": SequenceParallel(),
-        "*.up": ColwiseParallel(input_layouts=half),
-        "*.down": RowwiseParallel(output_layouts=half),
-        "1": PrepareModuleOutput(output_layouts=half, desired_output_layouts=whole),
-    }
     parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
     return train(part, model, 0)
 

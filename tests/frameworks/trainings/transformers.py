@@ -1,10 +1,9 @@
-"""The Trainer of transformers: GPT-2 and Llama, stopped in the middle of an epoch."""
+"""The Trainer of transformers: GPT-2, stopped in the middle of an epoch."""
 
 import torch
 import transformers
 from transformers import (
     GPT2Config,
-    LlamaConfig,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -38,64 +37,34 @@ class Stop(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == MIDDLE
 
 
-GPT2 = GPT2Config(
-    vocab_size=WORDS,
-    n_positions=LENGTH,
-    n_embd=16,
-    n_layer=2,
-    n_head=2,
-    bos_token_id=0,
-    eos_token_id=0,
-)
-LLAMA = LlamaConfig(
-    vocab_size=WORDS,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    attention_dropout=0.1,
-    max_position_embeddings=LENGTH,
-)
-
-
-def trainer_of(shape, folder, callbacks=(), **options):
-    """Return a trainer of a small model, 6 of whose steps are an epoch, by default of 8 steps."""
+def trainer_of(folder, callbacks):
+    """Return a trainer of a small GPT-2, 6 of whose steps are an epoch."""
     transformers.set_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(shape)
+    shape = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **shape)
     generator = torch.Generator().manual_seed(1)
     texts = torch.randint(WORDS, (24, LENGTH), generator=generator)
-    arguments = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.01}
-    arguments |= {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", **options}
+    options = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.01}
+    options |= {"save_strategy": "no", "logging_strategy": "no", "report_to": "none"}
+    options |= {"use_cpu": True, "ddp_backend": "gloo", "disable_tqdm": True}
     trainer = Losses(
-        model=model,
-        args=TrainingArguments(
-            str(folder), use_cpu=True, ddp_backend="gloo", disable_tqdm=True, **arguments
-        ),
+        model=transformers.AutoModelForCausalLM.from_config(config),
+        args=TrainingArguments(str(folder), **options),
         train_dataset=[{"input_ids": text, "labels": text} for text in texts],
-        callbacks=[*callbacks],
+        callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def train(part, shape):
-    trainer = trainer_of(shape, part.folder, [Stop()] if part.begins else [])
+def train_gpt2(part):
+    trainer = trainer_of(part.folder, [Stop()] if part.begins else [])
     client = None if part.stock else worker_client.accelerate.attach(trainer.accelerator)
-    before = client.bytes_reduced if client else 0
     trainer.train(
         resume_from_checkpoint=f"{part.folder}/checkpoint-{MIDDLE}" if part.resumes else None
     )
     trainer.accelerator.wait_for_everyone()
-    return Trained(trainer.losses, client.bytes_reduced - before if client else 0)
-
-
-def train_gpt2(part):
-    return train(part, GPT2)
-
-
-def train_llama(part):
-    return train(part, LLAMA)
+    return Trained(trainer.losses, client.bytes_reduced if client else 0)
 
 
 if __name__ == "__main__":
