@@ -287,13 +287,14 @@ def test_headers_that_are_none(keys, said, events):
     assert server.take(said) == events
 
 
-@pytest.mark.parametrize("most", [3, 2000])
-def test_the_limit_of_frames_is_kept_but_by_commands(keys, most):
+# By its header alone, where commands are no longer; `None`: when it has come as a whole.
+@pytest.mark.parametrize(("most", "heard"), [(3, None), (2000, 9)])
+def test_the_limit_of_frames_is_kept_but_by_commands(keys, most, heard):
     client, server = ours(keys, server=False), ours(keys, server=True, max_frame_bytes=most)
     shake_hands(client, server)
     sent = client.ping(1) + client.send([bytes(most)] * 2)
     assert server.take(sent) == [("message", [bytes(most)] * 2)]
-    assert server.take(client.send([bytes(most + 1)])[:9]) == TOO_LARGE, "by its header alone"
+    assert server.take(client.send([bytes(most + 1)])[:heard]) == TOO_LARGE
 
 
 PONG_16 = b"\4PONG" + b"c" * 16
