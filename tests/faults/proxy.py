@@ -7,17 +7,15 @@ effect when it returns; what waits for its time notices within 10 ms.
 
 import asyncio
 import fcntl
-import random
 import socket
 import struct
 import termios
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
-PIECE_BYTES = 1 << 16  # read at once
-QUEUE_PIECES = 64  # then nothing more is read: 4 MiB, which a delay of 50 ms needs at 80 MB/s
+PIECE_BYTES = 1 << 18  # read at once, and on its way at a time
 RECORD_BYTES = 1 << 16  # of which a duplicate is made
 BACKLOG = 128
 TICK_S = 0.01
@@ -30,26 +28,14 @@ class Torn(Exception):  # noqa: N818 (nobody's mistake: what was asked for)
 
 @dataclass(eq=False)
 class Shot:
-    """A fault that happens once, at one byte of one connection.
+    """A fault that happens once, at one byte of the first connection to pass bytes."""
 
-    The first connection to pass bytes is hit or, if `after` is given, the first to pass those.
-
-    Attributes:
-        kind: what happens. A cut is a reset, when the peer has every byte before it.
-        offset: bytes that pass before it does.
-        after: bytes of the stream from whose end on is counted; empty: from the next byte on.
-        amount: of a flip, the bit's number, 0 the lowest; of a duplicate, how many of the latest
-            bytes pass again, up to 64 KiB.
-        fired: set when it has happened.
-        pipe: what it is going to hit, and `at` which byte, once that is known.
-    """
-
-    kind: Literal["flip", "duplicate", "cut"]
-    offset: int = 0
-    after: bytes = b""
-    amount: int = 0
+    kind: str  # "flip", "duplicate", or "cut": a reset, when the peer has every byte before it
+    offset: int = 0  # bytes that pass before it happens
+    after: bytes = b""  # what passes before these, or nothing
+    amount: int = 0  # a flip's bit, 0 the lowest; how many bytes pass again, up to 64 KiB
     fired: threading.Event = field(default_factory=threading.Event)
-    pipe: "Pipe | None" = None
+    pipe: object = None  # what it is going to hit, and at which byte, once that is known
     at: int = 0
 
 
@@ -58,19 +44,18 @@ class Proxy:
 
     Args:
         target: the reducer's IPv4 ``host:port``.
-        seed: of the jitter.
 
     Attributes:
         address: where workers connect, ``127.0.0.1:PORT``.
         connections: accepted from workers.
-        cuts: connections that it has reset.
+        cuts: connections that `cut` has reset.
     """
 
-    def __init__(self, target, seed=0):
+    def __init__(self, target):
         host, _, port = target.rpartition(":")
         self.connections = self.cuts = 0
         self._target = host, int(port)
-        self._lines = {"up": Line(seed), "down": Line(seed + 1)}
+        self._lines = {"up": Line(), "down": Line()}
         self._open = {}  # tasks of connections, the oldest first
         self._mistake = None
         self._loop = asyncio.new_event_loop()
@@ -98,16 +83,12 @@ class Proxy:
 
     def passed(self, way):
         """Return how many bytes each connection has passed on, in the order in which they came."""
-        return self._call(lambda: [pipe.passed for pipe in self._lines[way].pipes])
+        return [pipe.passed for pipe in self._lines[way].pipes]
 
     def set(self, way, **faults):
         """Let faults last: attributes of the `Line` of a way, "up", "down" or "both"."""
         lines = self._lines.values() if way == "both" else [self._lines[way]]
         self._call(lambda: [vars(line).update(faults) for line in lines])
-
-    def restore(self):
-        """End every fault; shots not yet fired never are."""
-        self._call(lambda: [line.restore() for line in self._lines.values()])
 
     def shoot(self, way, kind, offset=0, **shot):
         """Have a fault happen once, as `Shot` says; return an event that is set when it has."""
@@ -126,8 +107,6 @@ class Proxy:
             await asyncio.gather(*connections, return_exceptions=True)
 
         asyncio.run_coroutine_threadsafe(cut(), self._loop).result(CALL_S)
-
-    # -- on its thread ----------------------------------------------------------------------------
 
     def _call(self, work, *arguments):
         async def call():
@@ -163,14 +142,11 @@ class Proxy:
     def _ended(self, worker, reducer, connection):
         del self._open[connection]
         error = None if connection.cancelled() else connection.exception()
-        if (
-            connection.cancelled() or error is not None
-        ):  # peers see a reset, not the end of a stream
+        if connection.cancelled() or error:  # peers see a reset, not the end of a stream
             for one in (worker, reducer):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         worker.close()
         reducer.close()
-        self.cuts += isinstance(error, Torn)
         if not isinstance(error, OSError | Torn | None):
             self._mistake = error  # in here, which no test may pass with
 
@@ -179,8 +155,7 @@ class Line:
     """What all connections of one direction share; used on the proxy's thread alone.
 
     Attributes:
-        delay_s: so much later bytes are passed on, in order.
-        jitter_s: up to so much more, drawn evenly for each piece that is read.
+        delay_s: so much later a piece is passed on, and then the next one is read.
         bytes_per_s: no faster are bytes read, of all connections together; None: as they come.
             Nothing is stored: what cannot pass stays with its sender.
         parted: nothing is passed on, neither bytes nor the end of a stream. Connections stay as
@@ -190,57 +165,39 @@ class Line:
         pipes: of all connections that came.
     """
 
-    def __init__(self, seed):
-        self.random = random.Random(seed)
+    delay_s = 0.0
+    bytes_per_s = None
+    parted = False
+
+    def __init__(self):
         self.pipes = []
         self.shots = []
         self._free_at = 0.0  # when what was read will have left at the line's rate
-        self.restore()
-
-    def restore(self):
-        """End every fault."""
-        self.delay_s = self.jitter_s = 0.0
-        self.bytes_per_s = None
-        self.parted = False
-        self.shots.clear()
 
     async def healed(self):
-        """Wait until the line is not parted."""
         while self.parted:
             await asyncio.sleep(TICK_S)
 
-    async def allowance(self):
-        """Wait until the line may carry more, and return how many bytes may be read at once."""
+    async def carry(self, source):
+        """Read what there is room for, and return it when it is to be passed on."""
         await self.healed()
         while self.bytes_per_s is not None and (wait := self._free_at - _now()) > 0:
             await asyncio.sleep(min(wait, TICK_S))
-        if self.bytes_per_s is None:
-            return PIECE_BYTES
-        return max(1, min(PIECE_BYTES, int(self.bytes_per_s * TICK_S)))
-
-    def spend(self, nbytes):
-        """Take note that so many bytes were read."""
-        if self.bytes_per_s is not None:
+        rate = self.bytes_per_s
+        most = PIECE_BYTES if rate is None else max(1, min(PIECE_BYTES, int(rate * TICK_S)))
+        piece = await asyncio.get_running_loop().sock_recv(source, most)
+        arrived = _now()
+        if rate is not None:
             # A tick of arrears may be caught up on: timers are late.
-            self._free_at = max(self._free_at, _now() - TICK_S) + nbytes / self.bytes_per_s
-
-    async def due(self, arrived, drawn):
-        """Wait until a piece that was read at `arrived` is to be passed on."""
-        while (wait := arrived + self.delay_s + drawn * self.jitter_s - _now()) > 0:
+            self._free_at = max(self._free_at, arrived - TICK_S) + len(piece) / rate
+        while (wait := arrived + self.delay_s - _now()) > 0:
             await asyncio.sleep(min(wait, TICK_S))
         await self.healed()
+        return piece
 
 
 class Pipe:
-    """One connection's bytes in one direction.
-
-    Args:
-        line: what it shares with the other connections of this direction.
-        source, sink: non-blocking sockets.
-
-    Attributes:
-        passed: bytes that it has passed on.
-    """
+    """One connection's bytes in one direction, of which so many have `passed`."""
 
     def __init__(self, line, source, sink):
         self.passed = 0
@@ -248,8 +205,6 @@ class Pipe:
         self._line = line
         self._source = source
         self._sink = sink
-        # When it was read, how much jitter it has, and the bytes: none at the end, None at a reset.
-        self._queue = asyncio.Queue(QUEUE_PIECES)
         self._count = 0  # bytes of the source that have passed
         self._record = b""  # the last of them
 
@@ -257,43 +212,21 @@ class Pipe:
         """Move bytes until the stream ends or the sink is gone, which the other pipe then reads.
 
         Raises:
-            ConnectionResetError: the source was reset.
+            OSError: the source was reset.
             Torn: a shot ends the connection; every byte before it has reached the sink.
         """
-        reader = asyncio.create_task(self._read())
         try:
-            await self._write()
+            while piece := await self._line.carry(self._source):
+                with suppress(OSError):
+                    await self._pass_on(piece)
+                    continue
+                return
+            with suppress(OSError):
+                self._sink.shutdown(socket.SHUT_WR)
         finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
             for shot in self._line.shots:
                 if shot.pipe is self:
                     shot.pipe = None  # it hits another connection
-
-    async def _read(self):
-        piece = b"-"
-        while piece:
-            allowed = await self._line.allowance()
-            try:
-                piece = await asyncio.get_running_loop().sock_recv(self._source, allowed)
-            except OSError:
-                piece = None
-            self._line.spend(len(piece or b""))
-            await self._queue.put((_now(), self._line.random.random(), piece))
-
-    async def _write(self):
-        while True:
-            arrived, drawn, piece = await self._queue.get()
-            await self._line.due(arrived, drawn)
-            if piece is None:
-                raise ConnectionResetError
-            try:
-                if not piece:
-                    self._sink.shutdown(socket.SHUT_WR)
-                    return
-                await self._pass_on(piece)
-            except OSError:
-                return
 
     async def _pass_on(self, piece):
         while (shot := self._next_shot(piece)) is not None:

@@ -49,12 +49,9 @@ def net(make):
     return make()
 
 
-# -- a network that is slow -----------------------------------------------------------------------
-
-
 def test_a_delay_costs_time_alone(net):
     for proxy in net.proxies:
-        proxy.set("both", delay_s=0.05, jitter_s=0.02)
+        proxy.set("both", delay_s=0.05)
     start = time.monotonic()
     for number in range(1, 6):
         exact(begin(net.clients, number))
@@ -95,26 +92,23 @@ def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(make, monkeyp
     nets = [make("as usual")]
     monkeypatch.setenv("REDUCTION_PATIENCE", "5s")
     nets.append(make("patient"))
-    for proxy in (proxy for net in nets for proxy in net.proxies):
+    proxies = [proxy for net in nets for proxy in net.proxies]
+    for proxy in proxies:
         proxy.set("both", delay_s=0.1)
     for net in nets:
         exact(begin(net.clients, 1))
-    steps = [begin(net.clients, 2) for net in nets]
-    for proxy in (proxy for net in nets for proxy in net.proxies):
+    usual, patient = [begin(net.clients, 2) for net in nets]
+    for proxy in proxies:
         proxy.set("both", parted=True)  # packets were lost, and those that TCP sent again as well
     time.sleep(1.6)
-    for proxy in (proxy for net in nets for proxy in net.proxies):
+    for proxy in proxies:
         proxy.set("both", parted=False)
-    usual, patient = steps
     exact(patient)
     exact(begin(nets[1].clients, 3))
     assert all(client.counters.losses == 0 for client in nets[1].clients)
     errors = exact_or_typed(usual, within_s=5)
     assert errors, "both reducers were silent for longer than a second"
     assert any("no heartbeat for 1." in str(error) for error in errors), errors
-
-
-# -- a network that cuts --------------------------------------------------------------------------
 
 
 @BOTH_WAYS
@@ -133,14 +127,12 @@ def test_a_cut_of_everything_in_the_middle_of_a_step(net, streams):
     step = begin(net.clients, 1)
     for proxy in net.proxies:
         proxy.cut()
-        proxy.restore()
+        proxy.set("both", bytes_per_s=None)
     exact_or_typed(step, within_s=3)
     assert all(2 <= proxy.cuts <= 2 * streams for proxy in net.proxies)
     works_again(net.clients)
 
 
-# -- a network that lies --------------------------------------------------------------------------
-#
 # A payload, and a header's field in which another value makes sense too, only TCP's own checksum
 # guards.
 

@@ -1,6 +1,5 @@
 """Links of several connections: chunks are shared among them, and who loses one loses the link."""
 
-import time
 from contextlib import ExitStack
 
 import pytest
@@ -60,16 +59,6 @@ def test_a_stream_that_is_lost_costs_no_step(pool, make, count):
     eventually(lambda: proxies[0].connections == 4 * STREAMS)
     assert proxies[1].connections == 2 * STREAMS
     exact(begin(clients, 3, count))
-
-
-def test_a_stream_belongs_to_its_member_for_as_long_as_that_is_here(make, monkeypatch):
-    monkeypatch.setenv("REDUCTION_HANDSHAKE_TIMEOUT", "500ms")
-    with local_pool(1) as servers:
-        clients, (proxy,) = make(servers)
-        time.sleep(1)  # strangers are gone by then
-        exact(begin(clients, 1))
-        assert proxy.connections == 2 * STREAMS
-        assert [client.counters.losses for client in clients] == [0, 0]
 
 
 def test_a_reducer_that_has_none_is_used_with_one(make):

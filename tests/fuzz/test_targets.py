@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fuzz import drivers
 from fuzz.mutations import MUTATIONS
-from fuzz.source import Source, ViolationError, check
+from fuzz.source import ViolationError, check
 from fuzz.targets import TARGETS, corpus
 
 TREE = Path(__file__).parents[2]
@@ -44,13 +44,6 @@ def test_no_input_breaks_a_promise(name):
     all_inputs()
 
 
-def test_the_blind_driver_counts_its_inputs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(drivers, "FINDINGS", tmp_path)
-    assert drivers.blind("header", runs=120, seconds=0, seed=3) == 120
-    assert capsys.readouterr().out.startswith("header: 120 inputs")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_blind_driver_keeps_what_breaks_a_promise(tmp_path, monkeypatch):
     def run(data):
         check(len(data) < 100, "inputs are short")
@@ -58,24 +51,14 @@ def test_the_blind_driver_keeps_what_breaks_a_promise(tmp_path, monkeypatch):
     timer = []
     monkeypatch.setattr(drivers, "FINDINGS", tmp_path)
     monkeypatch.setattr(type(TARGETS["header"]), "load", lambda _: run)
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timer.append("set"))
-    monkeypatch.setattr(
-        faulthandler, "cancel_dump_traceback_later", lambda: timer.append("cancelled")
-    )
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timer.clear())
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timer.append("off"))
     with pytest.raises(ViolationError, match="inputs are short"):
         drivers.blind("header", runs=1000, seconds=0, seed=3)
     (path,) = tmp_path.iterdir()
     assert len(path.read_bytes()) >= 100
-    assert timer[0] == "set"
-    assert timer[-1] == "cancelled", "else it ends this process, minutes later"
+    assert timer, "else it ends this process, minutes later"
     assert logging.root.manager.disable == logging.NOTSET
-
-
-def test_after_its_end_a_source_gives_zeros():
-    source = Source(b"\5")
-    assert (source.byte(), source.left) == (5, 0)
-    assert (source.byte(), source.number(64), source.take(3)) == (0, 0, b"")
-    assert not source.chance(2)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -10,7 +10,7 @@ from reducer.runtime import plain_transport
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
 from worker_client.client.compose import Composer
-from worker_client.protocol.spec import JobSpec
+from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 
 
@@ -34,6 +34,8 @@ def joined(impl):
         def make(reducers=1, window=MIB, timeout_s=10.0, kind=Reducer, **more):
             pool = [stack.enter_context(closing(kind())) for _ in range(reducers)]
             addresses = tuple(reducer.address for reducer in pool)
+            # Who is scripted answers no heartbeats, and this machine may be busy.
+            more = {"heartbeats": Heartbeats(patience_s=60.0), **more}
             spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
             composer = Composer(implementation.select(impl), timeout_s, 5.0)
             with ThreadPoolExecutor(1) as thread:

@@ -27,12 +27,7 @@ FLOOD = frame(bytes(MIB))[: 2 * STRANGER_BYTES]  # more than a stranger may say
 
 
 class Post:
-    """A transport, an engine and a guard on duty, whose time is what a test says.
-
-    Attributes:
-        now: seconds.
-        guard, engine, transport: those on duty.
-    """
+    """A transport, an engine and a guard on duty, for which it is `now`, seconds."""
 
     def __init__(self, impl, patience, stack):
         self.now = 0.0

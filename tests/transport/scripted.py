@@ -34,17 +34,10 @@ class Heard(NamedTuple):
 class Reducer:
     """The reducer of one worker, which reads nothing but what a test asks for.
 
-    Args:
-        receive_bytes: of the kernel's buffer, if the usual size is too large.
-        features: what it says of itself.
-
-    Attributes:
-        listener, peer: sockets; to the worker that has come last.
-        said, heard: bytes, over that connection.
-        before: bytes that were read already, to be parsed first.
+    It has `said` and `heard` so many bytes over the connection to its latest `peer`.
     """
 
-    before = b""
+    before = b""  # bytes that were read already, to be parsed first
 
     def __init__(self, receive_bytes=0, features=0, port=0):
         self._open = ExitStack()

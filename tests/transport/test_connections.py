@@ -34,18 +34,14 @@ def traffic(descriptor):
 
 def moved(descriptor):
     """Bytes read and written."""
-    passed = traffic(descriptor)
-    assert passed is not None
-    return passed.read, passed.written
+    return traffic(descriptor)[:2]
 
 
 def test_silence_is_since_the_latest_bytes_that_nobody_has_yet_to_read(pair):
     client, accepted = pair
 
     def silent_s():
-        passed = traffic(accepted.fileno())
-        assert passed is not None
-        return passed.silent_s
+        return traffic(accepted.fileno()).silent_s
 
     time.sleep(0.3)
     assert silent_s() >= 0.25
@@ -106,41 +102,32 @@ def test_what_is_no_connection_is_none(tmp_path):
     assert psutil.Process().num_fds() < before + 50, "each of them kept one"
 
 
-def options(patch, kind, make, *names):
-    """What libzmq is told of the only socket of a kind that a transport makes."""
-    made, socket_ = [], zmq.Context.socket
+@pytest.fixture
+def made(monkeypatch):
+    """Return the only socket of libzmq's that was made of a kind."""
+    sockets, make = [], zmq.Context.socket
 
-    def note(context, *given, **how):
-        made.append(socket_(context, *given, **how))
-        return made[-1]
+    def note(context, *given):
+        sockets.append(make(context, *given))
+        return sockets[-1]
 
-    patch.setattr(zmq.Context, "socket", note)
-    with closing(make()):
-        (only,) = (one for one in made if one.type == kind)
-        return [only.getsockopt(name) for name in names]
+    monkeypatch.setattr(zmq.Context, "socket", note)
+    return lambda kind: next(one for one in sockets if one.type == kind)
 
 
-def test_libzmq_is_told_the_limits(monkeypatch):
+def test_libzmq_is_told_the_limits(made, context):
     limits = {"max_chunk_bytes": 1 << 20, "handshake_s": 0.25}
-    context = make_context(1)
-    told = options(
-        monkeypatch,
-        zmq.ROUTER,
-        lambda: PlainTransport("tcp://127.0.0.1:0", context, **limits),
-        *(zmq.MAXMSGSIZE, zmq.HANDSHAKE_IVL),
-    )
-    context.destroy()
-    assert told == [(1 << 20) + HEADER_BYTES, 250]
+    with closing(PlainTransport("tcp://127.0.0.1:0", context, **limits)):
+        assert made(zmq.ROUTER).maxmsgsize == (1 << 20) + HEADER_BYTES
+        assert made(zmq.ROUTER).handshake_ivl == 250
 
 
-def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(monkeypatch):
-    def make():
-        transport = workers.PlainTransport(PlainFlight(Header(MessageType.HELLO)), io_threads=1)
+def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(made):
+    flight = PlainFlight(Header(MessageType.HELLO))
+    with closing(workers.PlainTransport(flight, io_threads=1)) as transport:
         transport.connect("127.0.0.1:1")
-        return transport
-
-    told = options(monkeypatch, zmq.DEALER, make, zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL)
-    assert told == [LONGEST_PATIENCE_MS, 0]
+        dealer = made(zmq.DEALER)
+        assert (dealer.heartbeat_timeout, dealer.heartbeat_ttl) == (LONGEST_PATIENCE_MS, 0)
 
 
 def test_the_numbers_of_peers_do_not_begin_alike():

@@ -13,14 +13,12 @@ from hostile.zmtp import LONG, MORE, dial, frame
 from reducer import tcp_connections
 from reducer.engine.limits import Patience
 from reducer.runtime import guard as guards
-from reducer.runtime.guard import FAREWELL_S, STRANGERS_PER_LOOK
+from reducer.runtime.guard import FAREWELL_S
 from reducer.runtime.plain_transport import LATE_LOOKS
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
 from tests.transport.guarded import FLOOD, MIB, PATIENCE, WAIT_S, M, answer, ended, rounds
 from tests.waits import within_s
-
-# -- strangers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("greets", [False, True])
@@ -86,16 +84,6 @@ def test_who_was_a_member_is_a_stranger(post):
     post.until(lambda: post.closed == 1)
 
 
-def test_each_of_many_that_say_more_than_a_hello_is_shown_out(post):
-    modest, *peers = [post.stranger() for _ in range(2 * STRANGERS_PER_LOOK + 10)]
-    modest.sendall(frame(bytes(96), MORE) + frame(bytes(12 << 10))[: guards.STRANGER_BYTES // 2])
-    for peer in peers:
-        peer.sendall(FLOOD)
-    post.until(lambda: all(map(ended, peers)))
-    rounds(post)
-    assert not ended(modest)
-
-
 @pytest.mark.parametrize("post", [Patience(3, 10.0)], indirect=True)
 def test_the_oldest_strangers_make_way(post):
     post.member("job")
@@ -121,17 +109,11 @@ def test_a_job_is_not_pushed_out_by_later_ones(post):
     post.now += 1
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(Worker, post.address, "c")
-        while not joining.done():
+        while "c" not in post.members:  # it joins before the guard looks
             post.loop.step(0.005)
     with closing(joining.result()) as latest:
-        deadline = time.monotonic() + WAIT_S
-        while "c" not in post.members:  # it joins before the guard looks
-            assert time.monotonic() < deadline
-            post.loop.step(0.005)
         post.until(lambda: ended(latest.line.connection))
-        rounds(post)
         assert not any(ended(worker.line.connection) for worker in workers)
-        assert post.closed == 1
 
 
 @pytest.mark.parametrize("impl", ["compiled"])
@@ -158,16 +140,12 @@ def test_no_more_are_accepted_than_there_may_be(post):
         while not all(map(ended, peers[:27])):
             within_s(WAIT_S, start)
             post.loop.step(0.005)
-            assert accepted(post) <= 3
+            found = psutil.Process().net_connections("tcp")
+            ours = [each for each in found if each.laddr.port == post.transport.port]
+            assert sum(bool(each.raddr) for each in ours) <= 3
         assert not any(map(ended, peers[27:])), "the latest may be about to say who they are"
         rounds(post)
         assert post.closed == 27
-
-
-def accepted(post):
-    """Count the sockets of a reducer that are connected."""
-    found = psutil.Process().net_connections("tcp")
-    return sum(one.laddr.port == post.transport.port and bool(one.raddr) for one in found)
 
 
 @pytest.mark.parametrize("impl", ["compiled"])
@@ -192,15 +170,6 @@ def test_the_guard_looks_more_often_while_there_is_reason(post):
     assert post.guard.wait_s == guards.LOOK_SOON_S
     peer.close()
     post.until(lambda: post.guard.wait_s == guards.LOOK_S)
-    worker = post.member("job", world_size=1, window=64 * MIB)
-    post.until(lambda: post.guard.wait_s == guards.LOOK_S)
-    for chunk in range(64):  # it reads no results
-        worker.contribute(0, bytes(MIB), chunk * MIB)
-        post.step()
-    post.until(lambda: post.guard.wait_s == guards.LOOK_SOON_S)
-
-
-# -- those that were dropped ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -45,16 +45,15 @@ class Worker:
         self._loop.end(0)
         self._socket.close()
 
-    def submit(self, chunks):
-        data = bytearray(chunks * CHUNK)
-        mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 10.0)
-        submit(self._flight, mine, [LinkShard(0, 0, len(data))], CHUNK, 0)
-
-    def refill(self, sends):
-        """Send what the window has room for; return those contributions."""
+    def submit(self, *calls):
+        """Make calls of so many chunks; return the contributions that the window has room for."""
+        for chunks in calls:
+            data = bytearray(chunks * CHUNK)
+            mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 10.0)
+            submit(self._flight, mine, [LinkShard(0, 0, len(data))], CHUNK, 0)
         self._loop.refill()
         self._loop.run(0)
-        return self._reducer.hear_chunks(sends)
+        return self._reducer.hear_chunks(IN_FLIGHT)
 
     def hear(self, *contributions):
         """Whether the poll tells of the results of these, once they have all come."""
@@ -117,17 +116,14 @@ def worker():
     ],
 )
 def test_with_which_result_the_poll_tells_of_them(worker, submitted, told):
-    for chunks in submitted:
-        worker.submit(chunks)
-    first, *others = worker.refill(IN_FLIGHT)
+    first, *others = worker.submit(*submitted)
     assert worker.hear(first)
     worker.take(first)
     assert [worker.hear(other) for other, _ in zip(others, told, strict=False)] == told
 
 
 def test_a_short_message_waits_for_no_results_for_ever(worker):
-    worker.submit(40)
-    first, second, *_ = worker.refill(IN_FLIGHT)
+    first, second, *_ = worker.submit(40)
     assert worker.hear(first)
     worker.take(first)
     assert worker.hear_an_error()
@@ -137,8 +133,7 @@ def test_a_short_message_waits_for_no_results_for_ever(worker):
 
 
 def test_results_of_a_call_that_has_failed_are_awaited_no_more(worker):
-    worker.submit(40)
-    first, second, *_ = worker.refill(IN_FLIGHT)
+    first, second, *_ = worker.submit(40)
     assert worker.hear(first)
     worker.take(first)
     assert not worker.hear(second)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from reducer.errors import LocalProtocolError, ReducerLostError, ReductionTimeout
-from reducer.wire.constants import HEADER_BYTES, DType, ReduceOp
+from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, comes, meet, ramp, result
@@ -17,19 +17,14 @@ from tests.waits import eventually, within_s
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
-from worker_client.protocol.spec import Heartbeats
 from worker_client.runtime import implementation
 from worker_client.runtime.transport import Completed, Transport
-
-# -- whose memory it is ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def stalled(joined):
     """A client, a reducer that does not read, and an all-reduce that cannot leave its buffer."""
-    # Who does not read answers no heartbeats.
-    patient = {"window": 64 * MIB, "heartbeats": Heartbeats(patience_s=60.0)}
-    client, (reducer,) = joined(kind=lambda: Reducer(receive_bytes=1 << 16), **patient)
+    client, (reducer,) = joined(window=64 * MIB, kind=lambda: Reducer(receive_bytes=1 << 16))
     data = ramp(48 * MIB)
     work = client.all_reduce(data, op="max")
     ended = threading.Event()
@@ -88,8 +83,6 @@ def test_shutting_down_gives_every_buffer_back(stalled):
         work.wait(0)
 
 
-# -- results that are read straight into the caller's buffer --------------------------------------
-
 HOSTED, POOL = {0: 1}, {}  # rank 1 hosts the only reducer, or nobody does
 compiled = pytest.mark.parametrize("impl", ["compiled"])
 
@@ -97,13 +90,13 @@ compiled = pytest.mark.parametrize("impl", ["compiled"])
 @pytest.fixture(params=[HOSTED, POOL], ids=["hosted", "of a pool"])
 def both(joined, request):
     """A compiled client, and its only reducer."""
-    client, (reducer,) = joined(timeout_s=0.5, hosts=request.param)
+    client, (reducer,) = joined(hosts=request.param)
     return client, reducer
 
 
-def half_read(client, reducer, data):
+def half_read(client, reducer, data, **timeout):
     """Begin an all-reduce, and send half of its only result; return what is left of that."""
-    work = client.all_reduce(data, op="max")
+    work = client.all_reduce(data, op="max", **timeout)
     said = result(reducer.hear(M.CONTRIBUTION), b"\xff" * CHUNK)
     reducer.send(said[: -CHUNK // 2])
     return work, said[-CHUNK // 2 :]
@@ -129,7 +122,7 @@ def test_only_what_no_other_reducer_may_need_is_in_its_place_before_it_is_whole(
 def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(both):
     client, reducer = both
     data = ramp(CHUNK)
-    work, rest = half_read(client, reducer, data)
+    work, rest = half_read(client, reducer, data, timeout="0.5s")
     with pytest.raises(ReductionTimeout):
         work.wait()
     data[:] = 7
@@ -143,22 +136,6 @@ def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(both):
             answered += 1
     assert (work.wait(5) == comes(ramp(3 * CHUNK))).all()
     assert (data == 7).all()
-
-
-@compiled
-@pytest.mark.parametrize("at", [1, HEADER_BYTES + 20, 1000, CHUNK])
-def test_any_cut_is_the_same(both, at):
-    client, reducer = both
-    for _ in range(3):
-        work = client.all_reduce(ramp(2 * CHUNK + 64), op="max")
-        said = b"".join(map(result, reversed(reducer.hear_chunks(3))))
-        for part in (said[:at], said[at:]):
-            reducer.send(part)
-            time.sleep(0.02)
-        assert (work.wait(5) == comes(ramp(2 * CHUNK + 64))).all()
-
-
-# -- two links ------------------------------------------------------------------------------------
 
 
 class Alone(NamedTuple):

@@ -113,16 +113,6 @@ def ends():
         yield Ends(stack)
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, CHUNK, 40 * CHUNK + 1])
-def test_what_one_queues_the_other_reads(ends, nbytes):
-    for sequence in range(1, 4):
-        ends.engine.heard.clear()
-        data = ramp(nbytes) + np.uint8(sequence)
-        ends.submit(data, sequence)
-        ends.until(lambda: ends.payloads.nbytes == nbytes)
-        assert (ends.payloads == data).all()
-
-
 def test_messages_of_any_size_come_back(ends):
     ends.worker.send(0, Header(MessageType.HELLO).pack(), b"hello")
     ends.until(lambda: bool(ends.engine.heard))
@@ -144,12 +134,6 @@ def test_a_buffer_that_is_given_back_is_read_no_more(ends, place, nbytes):
     data[:] = 255  # which `ramp` never is
     ends.until(lambda: ends.payloads.nbytes == nbytes)
     assert (ends.payloads == ramp(nbytes)).all()
-
-
-def test_the_reducer_hears_that_a_worker_has_gone(ends):
-    ends.submit(ramp(10 * CHUNK), FIRST_PLACE)
-    ends.worker.close()
-    eventually(lambda: ends.hear() or bool(ends.engine.lost), 5.0)
 
 
 def test_the_last_words_of_a_worker_are_heard(ends):

@@ -1,16 +1,16 @@
 """A reducer that did not run for a while: its machine was paused, or too busy to schedule it."""
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import pytest
 
-from hostile.intruder import Worker
+from hostile.intruder import LARGEST_CHUNK, WINDOW, Worker
 from hostile.lines import Bare
 from reducer.clock import MOST_S, ServingTime
 from reducer.engine import engine
 from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
-from reducer.wire.header import Header, fingerprint
+from reducer.wire.header import Header
 from reducer.wire.messages import Hello, encode
 from tests.conftest import reducer_here
 from tests.transport.guarded import answer
@@ -85,26 +85,21 @@ def hears_nothing(worker):
     return True
 
 
-def test_who_has_just_come_may_still_say_who_it_is(paused):
-    with ExitStack() as stack:
-        lines = [stack.enter_context(closing(Bare(paused.server.address))) for _ in range(2)]
-        eventually(lambda: paused.connections == 2)
-        paused.pause()
-        assert (paused.connections, paused.server.counters.closed) == (2, 0)
-        for rank, line in enumerate(lines):
-            hello = Header(M.HELLO, job=fingerprint("job"), rank=rank, window=1 << 16)
-            line.say(hello.pack(), encode(Hello("job", 2, 1, 0)))
-            assert Header.unpack(line.hear()[0]).type is M.WELCOME
-
-
-def test_a_rank_whose_connection_broke_may_still_come_back(paused):
+def test_a_pause_counts_for_nobody(paused):
     with paused.join(0) as first:
         with paused.join(1):
             first.contribute(1, bytes(64))
             eventually(lambda: paused.server.counters.contributions == 1)
         eventually(lambda: paused.connections == 1)
-        paused.pause()
-        assert hears_nothing(first)
-        with paused.join(1):
+        with closing(Bare(paused.server.address)) as line:
+            eventually(lambda: paused.connections == 2)
+            paused.pause()
+            assert (paused.connections, paused.server.counters.closed) == (2, 0)
+            assert hears_nothing(first)
+            # A stranger may still say who it is, and a rank come back.
+            patient = {"chunk_bytes": LARGEST_CHUNK, "patience_ms": LONGEST_PATIENCE_MS}
+            hello = Hello("job", 2, 1, 0, **patient)
+            line.say(first.common._replace(rank=1, window=WINDOW).pack(), encode(hello))
+            assert Header.unpack(line.hear()[0]).type is M.WELCOME
             assert hears_nothing(first), "nobody was lost"
             assert paused.server.counters.rounds_failed == 0

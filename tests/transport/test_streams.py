@@ -1,14 +1,11 @@
 """Further connections of members, at a reducer whose every moment the test decides."""
 
-import time
-
 import pytest
 
 from hostile.zmtp import MORE, dial, frame
-from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import Patience
 from reducer.errors import RankLostError
-from reducer.wire.constants import LONGEST_PATIENCE_MS, Feature
+from reducer.wire.constants import Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
 from tests.transport.guarded import MIB, PATIENCE, M, answer, ended, rounds
@@ -37,19 +34,6 @@ def test_it_is_no_stranger_and_ends_with_its_member(post):
     worker.close()
     post.until(lambda: ended(line.connection))
     post.until(lambda: post.guard.connections == 1)
-
-
-def test_a_member_that_does_not_notice_ends_with_its_stream(post):
-    worker, _ = two(post)
-    first, second = post.stream(worker, 1), post.stream(worker, 2)
-    first.close()
-    post.until(lambda: post.guard.connections == 3)
-    rounds(post)
-    assert post.members == {"job": 2}
-    post.engine.tick(time.monotonic() + LONGEST_PATIENCE_MS / 1000 + AWAY_S)
-    assert post.members == {"job": 1}
-    post.now = 3 * PATIENCE.hello_s  # they are strangers' now
-    post.until(lambda: ended(second.connection) and ended(worker.line.connection))
 
 
 def test_what_comes_after_the_end_of_a_stream_is_heard(post):
@@ -93,9 +77,6 @@ def test_what_is_held_for_all_of_a_members_streams_counts_together(post):
     post.until(lambda: post.members == {"job": 1})
     post.now += 2
     post.until(lambda: ended(line.connection))
-
-
-# -- the worker -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answered", [False, True])

@@ -87,13 +87,7 @@ def joined(keys, max_frame_bytes=MAX_FRAME_BYTES):
 
 
 class Wire:
-    """Our side on a socket.
-
-    Args:
-        connection: to the other side.
-        side: ours.
-        admits: whether it admits a client, if it is asked.
-    """
+    """Our side on a socket, which admits a client or not, if it is asked."""
 
     def __init__(self, connection, side, *, admits=True):
         self.connection = connection
