@@ -8,8 +8,11 @@ from subprocess import run
 import numpy as np
 import pytest
 
+from reducer.wire.constants import PLACES, DType, ReduceOp
+from tests import inside
 from tests.worker_client.waits import at_all
 from worker_client.client.compose import Composer
+from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
 
@@ -72,6 +75,25 @@ def test_ranks_whose_callers_lead_number_calls_like_ranks_whose_callers_never_do
         mean = (2 * 1 + 3 * 2) / 3 if call % 3 == 0 else 2.5
         expected = {"sum": 5, "max": 3, "min": 2, "product": 6, "mean": mean}[op]
         assert np.allclose(mine, expected)
+
+
+def test_all_reduces_of_one_call_follow_each_other(two):
+    def call(client):
+        for _ in range(100):  # from now on ranks agree seldom
+            client.all_reduce(np.ones(2), "sum").wait(10)
+        whole, driver = object(), inside.communicator(client).flat
+        made = [
+            Operation(memoryview(bytearray(4)), DType.INT32, ReduceOp.SUM, None, 10.0, call=whole)
+            for _ in range(3)
+        ]
+        for operation in made:
+            driver.submit(operation)
+        for operation in made:
+            operation.wait(10)
+        return made
+
+    numbers = [[operation.sequence % PLACES for operation in made] for made in at_all(two, call)]
+    assert numbers == [[1, 2, 3], [1, 2, 3]]
 
 
 @pytest.mark.usefixtures("eager")

@@ -102,13 +102,17 @@ def test_what_a_wait_has_left_is_not_left_alone(make, monkeypatch):
 
 
 @pytest.mark.usefixtures("eager")
-def test_shutting_down_ends_a_wait_that_leads(make):
+def test_a_wait_that_leads_keeps_its_own_timeout_and_ends_with_its_client(make):
     ours, _ = half_a_job(make)
+    work = ours.all_reduce(np.ones(8), op="sum")
+    start = time.monotonic()
+    with pytest.raises(ReductionTimeout, match=r"still in progress after 0\.2 s"):
+        work.wait(0.2)
+    within_s(5.0, start)
     timer = threading.Timer(0.1, ours.shutdown)
     timer.start()
-    start = time.monotonic()
     with pytest.raises(LocalProtocolError, match="shut down"):
-        ours.all_reduce(np.ones(8), op="sum").wait(10)
+        work.wait(10)
     within_s(5.0, start)
     timer.join()
 
@@ -165,6 +169,40 @@ def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, mo
     with pytest.raises(LocalProtocolError):
         one_after_another(client, 1_000_000)
     eventually(lambda: not own_threads())
+
+
+class Late:
+    """The lead, which a caller gets when another thread has shut its client down."""
+
+    def __init__(self, lead, shutdown):
+        self.lead, self.release, self.shutdown = lead, lead.release, shutdown
+
+    def acquire(self, **how):
+        other = threading.Thread(target=self.shutdown)
+        other.start()
+        other.join(10)
+        return self.lead.acquire(**how)
+
+    def __enter__(self):
+        self.lead.acquire()
+
+    def __exit__(self, *_):
+        self.lead.release()
+
+
+def test_a_call_whose_client_ends_meanwhile_ends_too(client, monkeypatch):
+    one_after_another(client)
+    ended = []  # whether the driver's thread had, when a call was begun
+
+    def submit(*_call):
+        ended.append(not own_threads())
+        return []
+
+    monkeypatch.setattr(inside.communicator(client).flat.session, "submit", submit)
+    inside.replace_lead(monkeypatch, client, lambda lead: Late(lead, client.shutdown))
+    with pytest.raises(LocalProtocolError, match="shut down"):
+        client.all_reduce(np.ones(4), op="sum").wait(10)
+    assert not any(ended), "nothing is begun when the sockets are closed"
 
 
 def test_the_memory_of_a_call_is_freed_when_its_caller_lets_go(client):
