@@ -1,6 +1,7 @@
 """Pools with keys, in this process or one of their own, and one for whoever comes."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
@@ -10,7 +11,7 @@ from hostile import company
 from reducer.commands.keygen import keygen
 from reducer.runtime.keyring import Keyring
 from tests.conftest import joined, reducer_here
-from tests.integration.calls import all_reduce
+from tests.integration.calls import all_reduce, reduced
 
 WAIT_S = 100.0  # far more than anything takes, unless the machine is very busy
 SHORT = ("--handshake-timeout", "500ms", "--memory-limit", "256MiB", "--max-jobs", "8")
@@ -35,6 +36,7 @@ class Pool:
     def __init__(self, server, home):
         self._server = server
         self._stack = ExitStack()
+        self._lines = []
         self.home = home
         self.address = server.address
 
@@ -54,13 +56,12 @@ class Pool:
         arguments = {"servers": self.address, "keys": keys, "job": key, **arguments}
         return self._stack.enter_context(joined(world_size, **arguments))
 
-    def allow(self, *jobs, extra=""):
-        """Leave only the lines of these jobs on the allow-list, and add some text."""
+    def allow(self, *jobs):
+        """Leave only the lines of these jobs on the allow-list."""
         path = self.home / "pool" / "allowed"
-        if not (lines := getattr(self, "_lines", None)):
-            lines = self._lines = path.read_text().splitlines()
-        kept = [line for line in lines if line.split(" ")[0] in {*jobs, "#"}]
-        path.with_suffix(".new").write_text("\n".join(kept) + "\n" + extra)
+        self._lines = self._lines or path.read_text().splitlines(keepends=True)
+        kept = [line for line in self._lines if line.split(" ")[0] in {*jobs, "#"}]
+        path.with_suffix(".new").write_text("".join(kept))
         path.with_suffix(".new").replace(path)
 
     def close(self):
@@ -82,37 +83,28 @@ def busy(clients):
     Yields:
         A list with one number: how many were made.
     """
-    stop, made, failure = threading.Event(), [0], []
+    stop, made = threading.Event(), [0]
 
     def run():
-        try:
-            while not stop.is_set():
-                all_reduce(clients)
-                made[0] += 1
-        except BaseException as error:  # noqa: BLE001 (raised below, by the test's own thread)
-            failure.append(error)
+        while not stop.is_set():
+            all_reduce(clients)
+            made[0] += 1
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield made
-    finally:
-        stop.set()
-        thread.join()
-    assert not failure, failure
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run)
+        try:
+            yield made
+        finally:
+            stop.set()
+        running.result()
 
 
 def reduces(clients):
     """Whether an all-reduce of a job gives every rank the sum of what all gave."""
     n = len(clients)
     given = np.arange(1 << 16, dtype=np.float32)
-    arrays = [given * (rank + 1) for rank in range(n)]
-    works = [
-        client.all_reduce(array, op="sum") for client, array in zip(clients, arrays, strict=True)
-    ]
-    for work in works:
-        work.wait(WAIT_S)
-    return all(np.array_equal(array, given * (n * (n + 1) // 2)) for array in arrays)
+    sums = reduced(clients, [given * (rank + 1) for rank in range(n)], "sum")
+    return all(np.array_equal(found, given * (n * (n + 1) // 2)) for found in sums)
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,11 @@ from worker_client.collectives import all_gather_bytes, broadcast
 
 @pytest.mark.parametrize("root", [0, 2])
 def test_every_rank_gets_the_roots_bits(job, root):
-    arrays = [np.full((5, 3), rank - 0.1, np.float32) for rank in range(3)]
-    arrays[root][0, 0] = np.nan
+    arrays = [np.full((5, 3), rank - 0.1, np.float32).T for rank in range(3)]
+    arrays[root][:, 0] = (np.nan, 1, 2)
     expected = arrays[root].tobytes()
     at_all(job(3), lambda client: broadcast(client, arrays[client.rank], root))
     assert [array.tobytes() for array in arrays] == [expected] * 3
-
-
-def test_strided_arrays_are_written_to(job):
-    arrays = [np.arange(12.0).reshape(3, 4).T + rank for rank in range(2)]
-    at_all(job(2), lambda client: broadcast(client, arrays[client.rank]))
-    np.testing.assert_array_equal(arrays[1], np.arange(12.0).reshape(3, 4).T)
 
 
 def test_payloads_of_any_length_are_gathered(job):

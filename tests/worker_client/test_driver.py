@@ -3,10 +3,11 @@
 import gc
 import os
 import queue
-import signal
 import threading
 import time
 import weakref
+from contextlib import suppress
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from tests import inside
 from tests.waits import eventually, within_s
 from tests.worker_client.waits import (
     at_all,
-    break_here,
     half_a_job,
     one_after_another,
     own_threads,
@@ -43,115 +43,50 @@ def test_who_waits_again_and_again_leads(make):
     assert found.count(me) >= 20
 
 
-def test_in_the_main_thread_no_callback_is_interrupted(make):
-    ours, theirs = half_a_job(make)
-    assert set(enders(ours, theirs)) == {"worker-client"}
+@pytest.mark.parametrize("name", ["compiled", "plain"])
+def test_in_the_main_thread_no_callback_is_interrupted(make, monkeypatch, name):
+    monkeypatch.setenv("REDUCTION_IMPL", name)  # no caller leads in the plain one
+    assert set(enders(*half_a_job(make))) == {"worker-client"}
 
 
-def test_the_plain_transport_stays_with_its_thread(make, monkeypatch):
-    monkeypatch.setenv("REDUCTION_IMPL", "plain")
-    ours, theirs = half_a_job(make)
-    assert set(enders(ours, theirs)) == {"worker-client"}
-
-
-def test_all_reduces_go_on_while_nobody_waits(client):
-    for _ in range(20):
+@pytest.mark.parametrize("count", [4, 1 << 18])
+def test_all_reduces_go_on_while_nobody_waits(client, count):
+    start = time.monotonic()
+    for _ in range(50):
         one_after_another(client, 3)
         by = queue.SimpleQueue()
-        client.all_reduce(np.ones(1 << 18), op="sum").future().add_done_callback(
+        client.all_reduce(np.ones(count), op="sum").future().add_done_callback(
             lambda _, by=by: by.put(threading.current_thread().name)
         )
         assert by.get(timeout=10) == "worker-client"
-
-
-def test_calls_that_nobody_waits_for_are_not_left_alone(client):
-    one_after_another(client)
-    start = time.monotonic()
-    for _ in range(50):
-        one_after_another(client, 2)
-        work = client.all_reduce(np.ones(4), op="sum")
-        while not work.done():
-            time.sleep(driver.REST_S)
     within_s(5.0, start)  # it does not take until the driver looks at its clock
 
 
-def test_threads_that_wait_side_by_side(client):
-    threads = [threading.Thread(target=one_after_another, args=(client, 100)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    driver = inside.communicator(client).flat
-    assert (driver.session.active, driver.busy) == (0, False)
+@pytest.mark.usefixtures("eager")
+def test_a_leader_serves_the_others(make):
+    ours, _ = half_a_job(make)
+    first = ours.all_reduce(np.ones(8), op="sum")
 
+    def wait():
+        while not first.done():
+            with suppress(ReductionTimeout, LocalProtocolError):
+                first.wait(0.5)
 
-class Lead:
-    """The lead of a driver.
-
-    Attributes:
-        own: grows when the driver's own thread asks for the lead, or takes it.
-        taken: that a caller's thread has taken it once.
-    """
-
-    def __init__(self, lead):
-        self.release = lead.release
-        self._lead = lead
-        self.own = []
-        self.taken = threading.Event()
-
-    def acquire(self, **how):
-        if got := self._lead.acquire(**how):
-            self.taken.set()
-        return got
-
-    def __enter__(self):
-        self.own.append(threading.get_ident())
-        self._lead.acquire()
-
-    def __exit__(self, *_):
-        self._lead.release()
-
-
-def watched_lead(patch, client):
-    """Return the lead of a client's driver from now on."""
-    made = []
-    inside.replace_lead(patch, client, lambda lead: made.append(Lead(lead)) or made[0])
-    return made[0]
-
-
-@pytest.fixture
-def led(eager, make, monkeypatch):
-    """Two ranks, of which a thread leads the first while it waits for the second, and that lead."""
-    ours, theirs = half_a_job(make)
-    lead = watched_lead(monkeypatch, ours)
-    waiter = threading.Thread(target=ours.all_reduce(np.ones(8), op="sum").wait, args=(20,))
+    waiter = threading.Thread(target=wait)
     waiter.start()
-    assert lead.taken.wait(20)
-    yield ours, waiter, lead
-    theirs.all_reduce(np.ones(8), op="sum").wait(10)
+
+    def ended_by():
+        by = queue.SimpleQueue()
+        late = ours.all_reduce(np.ones(8), op="sum", timeout=0.1)
+        late.future().add_done_callback(lambda _: by.put(threading.current_thread().name))
+        with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
+            late.wait(10)
+        return by.get(timeout=10)
+
+    eventually(lambda: ended_by() == waiter.name)
+    ours.shutdown()
     waiter.join(10)
     assert not waiter.is_alive()
-    eventually(lambda: lead.own)  # nobody leads any more
-
-
-def test_a_leader_serves_the_others(led):
-    ours, waiter, _ = led
-    by = []
-    late = ours.all_reduce(np.ones(8), op="sum", timeout=0.1)
-    late.future().add_done_callback(lambda _: by.append(threading.current_thread().name))
-    with pytest.raises(ReductionTimeout, match=r"not done after 0\.1 s|rank 1"):
-        late.wait(10)
-    eventually(lambda: by)
-    assert by == [waiter.name]
-
-
-def test_the_drivers_own_thread_rests_while_another_leads(led):
-    _, _, lead = led
-    lead.own.clear()
-    time.sleep(20 * driver.LONGEST_REST_S)
-    # It would get the lead as soon as the wait ends, and others had to ask for it.
-    assert not lead.own
 
 
 @pytest.mark.usefixtures("eager")
@@ -167,68 +102,17 @@ def test_what_a_wait_has_left_is_not_left_alone(make, monkeypatch):
 
 
 @pytest.mark.usefixtures("eager")
-def test_the_drivers_own_thread_looks_soon_after_a_long_wait(make, monkeypatch):
-    ours, theirs = half_a_job(make)
-    transport, resumed = inside.transport(ours), []
-    monkeypatch.setattr(transport, "resume", lambda *, at_once=True: resumed.append(at_once))
-    work = ours.all_reduce(np.ones(8), op="sum")
-    timer = threading.Timer(5 * driver.LONGEST_REST_S, theirs.all_reduce, (np.ones(8), "sum"))
-    timer.start()
-    at_all([ours], lambda _: work.wait(10))  # the main thread leads for no longer than a tick
-    assert resumed == [False]
-    monkeypatch.undo()
-
-
-@pytest.mark.usefixtures("eager")
-def test_the_drivers_own_thread_leads_after_an_interrupted_wait(make, monkeypatch):
-    ours, theirs = half_a_job(make)
-    transport, resumed = inside.transport(ours), []
-    resume = transport.resume
-
-    def note(*, at_once=True):
-        resumed.append(at_once)
-        resume(at_once=at_once)
-
-    def interrupt(*_):
-        raise InterruptedError
-
-    work = ours.all_reduce(np.ones(8), op="sum")
-    monkeypatch.setattr(transport, "resume", note)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 5 * driver.LONGEST_REST_S)
-        with pytest.raises(InterruptedError):
-            work.wait(10)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert resumed == [True]
-    theirs.all_reduce(np.ones(8), op="sum")
-    eventually(work.done)
-
-
-@pytest.mark.usefixtures("eager")
-def test_looking_soon_is_not_leading_at_once(make, monkeypatch):
-    monkeypatch.setattr(driver, "REST_S", 30.0)
-    client = make()
-    transport = inside.transport(client)
-    # Its own thread rests from the second call on, unless it stands in for a caller who was late.
-    eventually(lambda: one_after_another(client) or time.sleep(0.2) or not inside.leader(client))
-    lead = watched_lead(monkeypatch, client)
-    transport.resume(at_once=False)
-    time.sleep(0.1)
-    assert not lead.own
-    transport.resume()
-    eventually(lambda: lead.own)
-
-
-@pytest.mark.usefixtures("eager")
-def test_shutting_down_ends_a_wait_that_leads(make):
+def test_a_wait_that_leads_keeps_its_own_timeout_and_ends_with_its_client(make):
     ours, _ = half_a_job(make)
+    work = ours.all_reduce(np.ones(8), op="sum")
+    start = time.monotonic()
+    with pytest.raises(ReductionTimeout, match=r"still in progress after 0\.2 s"):
+        work.wait(0.2)
+    within_s(5.0, start)
     timer = threading.Timer(0.1, ours.shutdown)
     timer.start()
-    start = time.monotonic()
     with pytest.raises(LocalProtocolError, match="shut down"):
-        ours.all_reduce(np.ones(8), op="sum").wait(10)
+        work.wait(10)
     within_s(5.0, start)
     timer.join()
 
@@ -248,25 +132,6 @@ def test_a_callback_may_call_and_shut_down(client):
     eventually(lambda: not own_threads())
 
 
-@pytest.mark.usefixtures("eager")
-def test_a_wait_that_leads_keeps_its_own_timeout(make):
-    ours, theirs = half_a_job(make)
-    work = ours.all_reduce(np.ones(8), op="sum")
-    start = time.monotonic()
-    with pytest.raises(ReductionTimeout, match=r"still in progress after 0\.2 s"):
-        work.wait(0.2)
-    assert 0.2 <= time.monotonic() - start < 5.0
-    theirs.all_reduce(np.ones(8), op="sum").wait(10)
-    assert (work.wait(10) == 2).all()
-
-
-class Forbidden:
-    """The lead in a process that is not to have it."""
-
-    def __init__(self, _):
-        self.acquire = lambda **_: os._exit(2)
-
-
 def test_a_forked_child_does_not_lead(client, monkeypatch):
     monkeypatch.setattr(driver, "REST_S", 10.0)  # so that the lead is there for the taking
     one_after_another(client)
@@ -274,7 +139,8 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
     child = os.fork()
     if child == 0:
         try:
-            inside.replace_lead(monkeypatch, client, Forbidden)
+            forbidden = SimpleNamespace(acquire=lambda **_: os._exit(2))
+            inside.replace_lead(monkeypatch, client, lambda _: forbidden)
             work.wait(0.5)
         except ReductionTimeout:
             os._exit(0)
@@ -284,50 +150,48 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
     assert (work.wait(10) == 1).all()
 
 
-def test_waiting_where_nobody_could_end_it_is_refused(client):
-    one_after_another(client)
-    refused = []
-
-    def wait_for_another(_):
-        with pytest.raises(LocalProtocolError, match="for ever") as caught:
-            client.all_reduce(np.ones(4), op="sum").wait(10)
-        refused.append(str(caught.value))
-
-    work = client.all_reduce(np.ones(4), op="sum")
-    work.future().add_done_callback(wait_for_another)
-    work.wait(10)
-    eventually(lambda: refused)
-
-
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, monkeypatch):
     session = inside.communicator(client).flat.session
+    tick = session.tick
+
+    def broken(now):
+        if threading.current_thread().name != "worker-client":
+            raise BlockingIOError
+        return tick(now)
 
     def break_a_step(client):
-        break_here(monkeypatch, session, "tick", BlockingIOError)
         with pytest.raises(BlockingIOError):
             one_after_another(client, 1_000_000)
 
     one_after_another(client)
+    monkeypatch.setattr(session, "tick", broken)
     at_all([client], break_a_step)
     with pytest.raises(LocalProtocolError):
         one_after_another(client, 1_000_000)
     eventually(lambda: not own_threads())
-    assert not inside.communicator(client).busy
+
+
+class Late:
+    """The lead, which a caller gets when another thread has shut its client down."""
+
+    def __init__(self, lead, shutdown):
+        self.lead, self.release, self.shutdown = lead, lead.release, shutdown
+
+    def acquire(self, **how):
+        other = threading.Thread(target=self.shutdown)
+        other.start()
+        other.join(10)
+        return self.lead.acquire(**how)
+
+    def __enter__(self):
+        self.lead.acquire()
+
+    def __exit__(self, *_):
+        self.lead.release()
 
 
 def test_a_call_whose_client_ends_meanwhile_ends_too(client, monkeypatch):
     one_after_another(client)
-
-    class Late(Lead):
-        """The lead, which this thread gets when another one has shut the client down."""
-
-        def acquire(self, **how):
-            other = threading.Thread(target=client.shutdown)
-            other.start()
-            other.join(10)
-            return super().acquire(**how)
-
-    inside.replace_lead(monkeypatch, client, Late)
     ended = []  # whether the driver's thread had, when a call was begun
 
     def submit(*_call):
@@ -335,6 +199,7 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(client, monkeypatch):
         return []
 
     monkeypatch.setattr(inside.communicator(client).flat.session, "submit", submit)
+    inside.replace_lead(monkeypatch, client, lambda lead: Late(lead, client.shutdown))
     with pytest.raises(LocalProtocolError, match="shut down"):
         client.all_reduce(np.ones(4), op="sum").wait(10)
     assert not any(ended), "nothing is begun when the sockets are closed"

@@ -42,8 +42,6 @@ def flight(impl):
     return opened(impl)
 
 
-# -- transcripts --------------------------------------------------------------------------------
-
 SCENARIOS = scenarios("flights.txt")
 
 
@@ -121,9 +119,6 @@ def test_transcripts(impl, scenario):
             assert mine.view == data, line
 
 
-# -- sending ------------------------------------------------------------------------------------
-
-
 def test_a_contribution_says_everything(flight):
     mine = operation(bytes(range(200)))
     mine.since, mine.history = (1 << 32) - 1, (1 << 64) - 1
@@ -145,34 +140,6 @@ def test_a_contribution_says_everything(flight):
     )
     assert header_of(second) == header_of(first)._replace(offset=128, nbytes=72)
     assert bytes(first.payload) + bytes(second.payload) == bytes(range(200))
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2, 7])
-def test_every_link_gets_a_chunk_before_any_gets_another(impl, rank):
-    flight = opened(impl, links=3, rank=rank)
-    parts = [LinkShard(link, 192 * link, 192 * link + 192) for link in range(3)]
-    submit(flight, operation(64 * 9), parts, 64, 0)
-    links = [send.link for send in flight.refill(1.0)]
-    assert links == [(rank + step) % 3 for step in range(3)] * 3
-
-
-def test_the_watermark_is_the_first_unfinished(flight):
-    for _ in range(200):
-        submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
-    flight.set_window(0, 1 << 20)
-    sends = flight.refill(1.0)
-    for send in sends[:0:-1]:
-        assert answer(flight, send) == [header_of(send).sequence]
-        assert flight.watermark == 0
-    assert submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0) == 200
-    (late,) = flight.refill(1.0)
-    assert header_of(late).watermark == 0
-    assert answer(flight, sends[0]) == [0]
-    assert flight.watermark == 200
-    assert answer(flight, late) == [200]
-    submit(flight, operation(1), [LinkShard(0, 0, 1)], 64, 0)
-    (next_one,) = flight.refill(1.0)
-    assert header_of(next_one).watermark == 201
 
 
 def test_numbers_may_be_left_out(flight):
@@ -198,9 +165,6 @@ def test_numbers_may_be_left_out(flight):
     assert answer(flight, last) == [header_of(last).sequence]
 
 
-# -- results ------------------------------------------------------------------------------------
-
-
 def test_when_it_was_sent_and_answered_is_known_at_its_end(flight):
     mine = operation(bytes(3 * WINDOW))
     submit(flight, mine, [LinkShard(0, 0, 3 * WINDOW)], WINDOW // 2, 0)
@@ -220,49 +184,36 @@ def test_results_of_a_long_buffer(impl, begins):
     """They go past the caches, where the buffer is aligned."""
     nbytes = 16 * MIB + 21
     memory = bytearray(nbytes + 64)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    begin = -address % 16 + begins
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % 16 + begins
     view = memoryview(memory)[begin : begin + nbytes]
     mine = Operation(view, DType.UINT8, ReduceOp.SUM, None, 10.0)
     flight = opened(impl, window=64 * MIB)
     submit(flight, mine, [LinkShard(0, 0, 9 * MIB), LinkShard(1, 9 * MIB, nbytes)], 4 * MIB, 0)
+    expected = bytearray(len(memory))
     for place, send in enumerate(sends := flight.refill(1.0)):
-        said = bytes([1 + place]) * header_of(send).nbytes
-        assert answer(flight, send, payload=said) == [0] * (place + 1 == len(sends))
-    expected = bytearray(nbytes)
-    for place, send in enumerate(sends):
         offset, size = header_of(send).offset, header_of(send).nbytes
-        expected[offset : offset + size] = bytes([1 + place]) * size
-    assert mine.view == expected
-    assert not any(memory[:begin])
-    assert not any(memory[begin + nbytes :])
+        said = bytes([1 + place]) * size
+        assert answer(flight, send, payload=said) == [0] * (place + 1 == len(sends))
+        expected[begin + offset : begin + offset + size] = said
+    assert memory == expected
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"type": MessageType.CONTRIBUTION},
-        {"type": MessageType.PING},
         {"flags": 1},
-        {"sequence": 1},
         {"sequence": (1 << 64) - 1},
         {"total_bytes": 320},
-        {"total_bytes": 0},
         {"offset": 32},
         {"offset": 1 << 63},
         {"nbytes": 32, "payload": bytes(32)},
         {"nbytes": 128, "payload": bytes(128)},
-        {"nbytes": 0, "payload": b""},
         {"payload": bytes(63)},
         {"payload": bytes(65)},
         {"dtype": DType.INT8, "wire_dtype": DType.INT8},
-        {"dtype": 0, "wire_dtype": 0},
-        {"dtype": 9, "wire_dtype": 9},
         {"wire_dtype": DType.INT8},
-        {"op": ReduceOp.MAX},
-        {"op": ReduceOp.MEAN},
         {"op": 0},
-        {"op": 6},
     ],
     ids=lambda change: "-".join(f"{field}={value!r:.12}" for field, value in change.items()),
 )
@@ -331,43 +282,27 @@ def test_links_are_measured(flight):
     assert flight.stats(0).min_rtt_s == pytest.approx(0.5)
 
 
-# -- buffers ------------------------------------------------------------------------------------
-
-
-def test_the_buffer_lives_as_long_as_the_flight_needs_it(flight):
-    buffers = [bytearray(64), bytearray(64)]
+def test_the_buffer_lives_as_long_as_the_flight_needs_it(impl):
+    flight = opened(impl, keep=True)
+    buffers = [bytearray(64) for _ in range(3)]
     for sequence, buffer in enumerate(buffers):
         mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
-        assert submit(flight, mine, [LinkShard(0, 0, 64)], 64, 0) == sequence
+        assert submit(flight, mine, [LinkShard(sequence % 2, 0, 64)], 64, 0) == sequence
     del mine
     sends = flight.refill(1.0)
     for buffer in buffers:
         with pytest.raises(BufferError):
             buffer.append(0)  # somebody looks at it
-    frames = [(send.link, *result(send)) for send in sends]
+    assert answer(flight, sends[0]) == [0]
+    flight.end(2)
+    flight.shut(1)
+    flight.move(1, 0, 0)
+    sends = flight.refill(1.0)
+    assert answer(flight, *sends) == [1]
     del sends
-    assert flight.take(*frames[0], 2.0) == [0]
-    flight.end(1)
     for buffer in buffers:
         buffer.append(0)
-
-
-# -- of a link that is lost ---------------------------------------------------------------------
-
-
-def test_the_buffer_is_free_at_the_end_wherever_chunks_went(impl):
-    flight = opened(impl, keep=True)
-    buffer = bytearray(64)
-    mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
-    submit(flight, mine, [LinkShard(0, 0, 64)], 64, 0)
-    flight.refill(1.0)
-    flight.shut(0)
-    flight.move(0, 0, 1)
-    (send,) = flight.refill(1.0)
-    assert answer(flight, send) == [0]
-    del mine, send
-    buffer.append(0)
-    assert flight.kept_bytes == 64
+    assert flight.kept_bytes == 128
 
 
 def test_a_result_is_kept_until_every_rank_has_it(impl):
@@ -380,20 +315,9 @@ def test_a_result_is_kept_until_every_rank_has_it(impl):
     mine.view[:] = bytes(256)  # it is the caller's again
     frame, payload = flight.kept(0, 128)
     assert bytes(payload) == bytes(255 - byte for byte in range(128, 192))
-    header = Header.unpack(frame)
-    assert header == IDENTITY._replace(
-        type=MessageType.RETAINED,
-        epoch=5,
-        sequence=0,
-        watermark=1,
-        total_bytes=256,
-        offset=128,
-        nbytes=64,
-        dtype=DType.UINT8,
-        op=ReduceOp.SUM,
-        wire_dtype=DType.UINT8,
-        tag=mine.tag,
-    )
+    expected = {"type": MessageType.RETAINED, "epoch": 5, "watermark": 1, "offset": 128}
+    answered = header_of(send)._replace(**expected)
+    assert Header.unpack(frame) == answered
 
 
 def test_what_is_moved_is_sent_no_further_ahead_than_anything(impl):

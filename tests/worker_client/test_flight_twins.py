@@ -1,8 +1,5 @@
 """What a worker has in flight: the implementations side by side, in any order of events."""
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,17 +9,16 @@ from reducer.wire.constants import PLACES, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.driven import operation
 from tests.worker_client.flights import WINDOW, header_of, make, result, submit
-from worker_client.protocol.flight import LinkShard, Send
-from worker_client.protocol.operation import Operation
+from worker_client.protocol.flight import LinkShard
+
+CHOICE = st.randoms(use_true_random=False)
 
 
-@dataclass
 class Twin:
     """A flight, its own copy of every buffer, and what it has sent."""
 
-    flight: Any
-    buffers: list[Operation] = field(default_factory=list)
-    sends: list[Send] = field(default_factory=list)
+    def __init__(self, flight):
+        self.flight, self.buffers, self.sends = flight, [], []
 
 
 def kept(twin, sequence, offset):
@@ -57,7 +53,7 @@ class Twins(RuleBasedStateMachine):
         return choice.randrange(self.links)
 
     @rule(
-        choice=st.randoms(use_true_random=False),
+        choice=CHOICE,
         sizes=st.lists(st.integers(1, 6), max_size=5),
         left_out=st.sampled_from([0, 0, 1, PLACES - 1, 100 * PLACES]),
     )
@@ -78,9 +74,7 @@ class Twins(RuleBasedStateMachine):
 
         self.active.add(self.both(ask))
 
-    @rule(
-        choice=st.randoms(use_true_random=False), window=st.sampled_from([0, 1000, 4096, 1 << 20])
-    )
+    @rule(choice=CHOICE, window=st.sampled_from([0, 1000, 4096, 1 << 20]))
     def change_a_link(self, choice, window):
         link = self.link(choice)
         self.both(lambda twin: twin.flight.open(link))
@@ -96,7 +90,7 @@ class Twins(RuleBasedStateMachine):
         self.both(ask)
 
     @precondition(lambda self: self.twins[0].sends)
-    @rule(choice=st.randoms(use_true_random=False), odd=st.integers(0, 9))
+    @rule(choice=CHOICE, odd=st.integers(0, 9))
     def answer(self, choice, odd):
         at = choice.randrange(len(self.twins[0].sends))
         send = self.twins[0].sends[at]
@@ -113,7 +107,7 @@ class Twins(RuleBasedStateMachine):
         self.active -= set(done or ())
 
     @precondition(lambda self: self.active)
-    @rule(choice=st.randoms(use_true_random=False), whole=st.booleans())
+    @rule(choice=CHOICE, whole=st.booleans())
     def give_up(self, choice, whole):
         sequence, link = choice.choice(sorted(self.active)), self.link(choice)
         if whole:
@@ -122,13 +116,13 @@ class Twins(RuleBasedStateMachine):
         else:
             self.both(lambda twin: twin.flight.forget(link, sequence))
 
-    @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 3))
+    @rule(choice=CHOICE, often=st.integers(0, 3))
     def lose_a_link(self, choice, often):
         link = self.link(choice)
         if often == 0:
             self.both(lambda twin: twin.flight.shut(link))
 
-    @rule(choice=st.randoms(use_true_random=False), whole=st.booleans())
+    @rule(choice=CHOICE, whole=st.booleans())
     def move(self, choice, whole):
         link = self.link(choice)
         carried = sorted(self.both(lambda twin: sorted(twin.flight.carried(link))))
@@ -138,13 +132,13 @@ class Twins(RuleBasedStateMachine):
             to = self.link(choice)
             self.both(lambda twin, at=(chunk.sequence, chunk.offset, to): twin.flight.move(*at))
 
-    @rule(choice=st.randoms(use_true_random=False), often=st.integers(0, 3))
+    @rule(choice=CHOICE, often=st.integers(0, 3))
     def confirm(self, choice, often):
         if often == 0:
             reached = choice.randint(0, self.twins[0].flight.watermark)
             self.both(lambda twin: twin.flight.confirm(reached))
 
-    @rule(choice=st.randoms(use_true_random=False), payload=st.sampled_from([b"", b"", b"{}"]))
+    @rule(choice=CHOICE, payload=st.sampled_from([b"", b"", b"{}"]))
     def hear_a_ping(self, choice, payload):
         link, reached = self.link(choice), choice.randint(0, self.twins[0].flight.watermark)
         ping = Header(MessageType.PING, watermark=reached).pack()
@@ -153,8 +147,6 @@ class Twins(RuleBasedStateMachine):
 
     @invariant()
     def they_agree(self):
-        if not hasattr(self, "twins"):
-            return
         plain, compiled = (twin.flight for twin in self.twins)
         assert plain.watermark == compiled.watermark
         assert plain.reached == compiled.reached

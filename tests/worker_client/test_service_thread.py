@@ -10,31 +10,31 @@ from worker_client.runtime.service_thread import ServiceThread
 
 def test_it_serves_its_queue_from_the_first_start_on():
     got = []
-    current = []
 
     def run():
-        current.append(thread.is_current)
         assert thread.wait_for_end(), "a thread does not wait for its own end"
         while (item := thread.queue.get()) is not None:
-            got.append(item)
+            got.append((item, thread.is_current))
 
     thread = ServiceThread("of a test", run)
-    thread.queue.put(1)
     assert thread.wait_for_end(), "it has not started"
-    thread.start()
-    thread.start()
-    assert thread.is_alive()
-    assert not thread.is_current
-    for item in (2, None):
+    for item in (1, 2, None):
         thread.queue.put(item)
+    thread.start()
+    thread.start()
+    assert not thread.is_current
     assert thread.wait_for_end()
     assert not thread.is_alive()
-    assert (got, current) == ([1, 2], [True])
+    assert got == [(1, True), (2, True)]
 
 
 def test_a_start_that_was_interrupted_is_made_up_for(monkeypatch):
     started = threading.Event()
     thread = ServiceThread("of a test", started.set)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -42,10 +42,6 @@ def test_a_start_that_was_interrupted_is_made_up_for(monkeypatch):
     assert not thread.is_alive()
     thread.start()
     assert started.wait(10)
-
-
-def interrupted(_):
-    raise KeyboardInterrupt
 
 
 def test_one_that_does_not_end_is_not_waited_for(monkeypatch):

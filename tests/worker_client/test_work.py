@@ -23,11 +23,17 @@ def work():
 
 
 def test_the_result_is_what_was_given(work):
+    called = []
+    work.future().add_done_callback(called.append)
     assert not work.done()
+    assert not work.future().cancel(), "what is on the wire cannot be"
+    assert not called
     work.finish(None)
     assert work.done()
     assert work.wait() is DATA
     assert work.wait(timeout=0) is DATA  # as often as one likes
+    assert called == [work.future()]
+    assert list(concurrent.futures.as_completed(called, timeout=1)) == called
     assert work.future().result() is DATA
 
 
@@ -43,7 +49,7 @@ def test_a_wait_that_is_too_short_ends_nothing(work, timeout, after):
     assert work.wait() is DATA
 
 
-@pytest.mark.parametrize("timeout", [30, math.inf, 1e300, 1e10, 10**12, "30s", "2 min"])
+@pytest.mark.parametrize("timeout", [30, math.inf, 10**12, "2 min"])
 def test_a_wait_ends_with_it_whatever_the_patience(work, timeout):
     timer = threading.Timer(0.05, work.finish, [None])
     timer.start()
@@ -88,9 +94,8 @@ def test_waits_that_were_too_short_leave_nothing(work, monkeypatch):
     assert not left
 
 
-@pytest.fixture
-def interrupted(work, monkeypatch):
-    """Somebody waits for the work, whose end Ctrl-C has interrupted before it woke anybody."""
+def test_an_end_that_was_interrupted_is_made_up_for(work, monkeypatch):
+    """Ctrl-C came before it woke who waits."""
     begun, interrupts = threading.Event(), iter([KeyboardInterrupt])
 
     class Interrupted(queue.SimpleQueue):
@@ -110,15 +115,12 @@ def interrupted(work, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(KeyboardInterrupt):
         work.end(None)
-    yield work
+    assert work.done()
+    assert not work.over
+    work.end(ReductionError("later"))  # as the driver does
     waiting.join(5)
     assert not waiting.is_alive()
-
-
-def test_who_waits_is_woken_when_an_interrupt_came_first(interrupted):
-    assert interrupted.done()
-    assert not interrupted.over
-    interrupted.end(None)  # as the driver does
+    assert work.future().result(0) is DATA
 
 
 def test_a_piece_that_ends_again_after_an_interrupt_changes_nothing(work):
@@ -155,28 +157,6 @@ def test_whose_wait_for_the_future_is_interrupted_learns_of_the_interrupt(work, 
     assert future.result(0) is DATA
 
 
-def test_the_future_calls_back(work):
-    called = []
-    work.future().add_done_callback(called.append)
-    assert not called
-    assert not work.future().cancel(), "what is on the wire cannot be"
-    work.finish(None)
-    assert called == [work.future()]
-    assert list(concurrent.futures.as_completed([work.future()], timeout=1)) == called
-
-
-def test_it_ends_once(work):
-    work.finish(None)
-    future = work.future()
-    work.finish(ReductionError("later"))
-    assert work.wait() is future.result(0) is DATA
-
-
-def test_an_end_that_was_interrupted_is_made_up_for(interrupted):
-    interrupted.finish(ReductionError("later"))
-    assert interrupted.future().result(0) is DATA
-
-
 def test_what_writing_back_raises_is_the_error(work):
     def refuse():
         assert not work.done()
@@ -188,16 +168,11 @@ def test_what_writing_back_raises_is_the_error(work):
         work.wait()
 
 
-def test_nothing_is_written_back_after_an_error(work):
-    written = []
-    work.write_back = lambda: written.append("rubbish")
-    work.end(ReductionError("failed"))
-    with pytest.raises(ReductionError, match="failed"):
-        work.wait()
-    assert not written
-
-
-def test_the_result_is_written_back_before_anybody_hears_of_the_end():
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(None, ["written", "ended well, False"]), (ReductionError("failed"), ["failed, False"])],
+)
+def test_it_ends_once_and_a_good_result_is_written_back_before_anybody_hears(error, expected):
     heard = []
     work = Operation(
         memoryview(DATA),
@@ -206,9 +181,9 @@ def test_the_result_is_written_back_before_anybody_hears_of_the_end():
         None,
         1.0,
         write_back=lambda: heard.append("written"),
-        ended=lambda error: heard.append(f"ended with {error}, {work.done()}"),
+        ended=lambda error: heard.append(f"{error or 'ended well'}, {work.done()}"),
     )
-    work.end(None)
+    work.end(error)
     work.end(ReductionError("later"))
-    assert heard == ["written", "ended with None, False"]
-    assert work.wait() is None
+    assert heard == expected
+    assert str(work.future().exception()) == str(error)

@@ -17,18 +17,6 @@ def at_all(clients, call):
         return list(pool.map(call, clients))
 
 
-def break_here(patch, owner, name, error):
-    """Let a method raise whenever this thread calls it."""
-    here, whole = threading.get_ident(), getattr(owner, name)
-
-    def broken(*arguments):
-        if threading.get_ident() == here:
-            raise error
-        return whole(*arguments)
-
-    patch.setattr(owner, name, broken)
-
-
 def one_after_another(client, calls=30):
     for call in range(calls):
         data = np.full(100, call, np.int32)
@@ -37,12 +25,8 @@ def one_after_another(client, calls=30):
 
 def half_a_job(make):
     """Two ranks in this process."""
-    first = []
-    thread = threading.Thread(target=lambda: first.append(make(0, 2)))
-    thread.start()
-    second = make(1, 2)
-    thread.join()
-    return first[0], second
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(make, range(2), (2, 2)))
 
 
 def own_threads():
