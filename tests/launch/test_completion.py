@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import reducer.cli
 import worker_client.cli
-from reducer.config import ImplName, KernelName
+from reducer.config import KernelName
 from tests.commands import run_command
 from tests.launch.conftest import bare_environment
 
@@ -31,13 +31,11 @@ def completed(line):
         ("reducer ", ["status", "top", "plan", "serve", "keygen"]),
         ("reducer serve --kernel ", get_args(KernelName)),
         ("reducer serve --kernel avx", ["avx512", "avx2"]),
-        ("reducer serve --impl ", get_args(ImplName)),
         ("reducer serve --log-", ["--log-level", "--log-format"]),
         ("reducer serve --log-format ", ["text", "json"]),
         ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8", "fp8_e4m3"]),
         ("worker-client ", ["demo", "launch", "doctor", "timeline"]),
         ("worker-client doctor --", ["--json", "--dump", "--help"]),
-        ("worker-client timeline ", ["merge"]),
     ],
 )
 def test_what_a_line_may_become(line, words):
