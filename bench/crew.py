@@ -137,18 +137,9 @@ class Crew:
         root = self.contender.root
         environment = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         environment |= self.contender.environment
+        shared = (self._servers, self.contender.wire_dtype, self._keys, self.name)
         places = [
-            Place(
-                host.index,
-                self._size,
-                host.address,
-                hosts[0].address,
-                self._servers,
-                self.contender.wire_dtype,
-                self._keys,
-                self.name,
-            )
-            for host in hosts
+            Place(host.index, self._size, host.address, hosts[0].address, *shared) for host in hosts
         ]
         if self.contender.kind == "mpi":
             commands = [(hosts[0], _mpirun(hosts, [*python, json.dumps(asdict(places[0]))]))]

@@ -71,14 +71,8 @@ class Spec:
 def measure(spec: Spec, lab: Lab) -> Reports:
     """Train in a lab with a host per worker and one per reducer."""
     reports = Reports(spec.workers)
-    arguments = {
-        "model": spec.model,
-        "compute_s": spec.compute_s,
-        "variants": spec.variants,
-        "steps": spec.steps,
-        "warmup": WARMUP_STEPS,
-        "rounds": spec.rounds,
-    }
+    names = ("model", "compute_s", "variants", "steps", "rounds")
+    arguments = {name: getattr(spec, name) for name in names} | {"warmup": WARMUP_STEPS}
     with training(lab, spec.workers, "bench.ddp_worker", arguments) as ranks:
         while ranks.running:
             if said := ranks.hear():

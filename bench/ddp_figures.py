@@ -61,7 +61,8 @@ class Reports:
         """Return a variant's figures; `batch` is samples per rank and step."""
         rounds_s, steps_s = self.rounds_s(variant), sorted(self.steps_s(variant))
         step_s = statistics.median(rounds_s)
-        exposed_s = _difference(rounds_s, self.rounds_s(NO_OP))
+        pairs = zip(rounds_s, self.rounds_s(NO_OP), strict=True)
+        exposed_s = statistics.median(one - other for one, other in pairs)
         all_reduce_s = self.exchange_s(hook)
         ideal_s = None
         if all_reduce_s is not None:
@@ -96,10 +97,6 @@ class Reports:
 
 def _wrong(said: dict[str, Any], digest: str) -> int:
     return int(said["unlike" if said["digest"] == digest else "weights"])
-
-
-def _difference(these: list[float], those: list[float]) -> float:
-    return statistics.median(one - other for one, other in zip(these, those, strict=True))
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -233,7 +233,6 @@ def shapes(name: str) -> Iterator[Shape]:
 
 
 def nbytes(name: str) -> int:
-    """Bytes of a model's gradients."""
     return 4 * sum(prod(shape) for shape in shapes(name))
 
 

@@ -36,13 +36,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     """Compare thresholds of fusion in one run, alternating, and print medians."""
     (nbytes,) = options.sizes(size)
     each = [int(one) for one in TypeAdapter(list[ByteSize]).validate_python(thresholds.split(","))]
-    arguments = {
-        "tensors": tensors,
-        "nbytes": nbytes,
-        "thresholds": each,
-        "shuffle": shuffle,
-        "rounds": rounds,
-    }
+    arguments = {"tensors": tensors, "nbytes": nbytes, "thresholds": each}
+    arguments |= {"shuffle": shuffle, "rounds": rounds}
     with (
         options.command("bench.fusion"),
         options.lab(workers + reducers, None if unshaped else mbit) as lab,

@@ -38,7 +38,6 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     )
     given = {"nbytes": nbytes, "rounds": rounds}
     where = [rank // local for rank in range(nodes * local)]
-    said: list[list[dict[str, Any]]] = [[] for _ in where]
     with (
         options.command("bench.hierarchy"),
         Lab(nodes + reducers, mbit) as lab,
@@ -55,12 +54,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             },
         ) as ranks,
     ):
-        while ranks.running:
-            running = ranks.running
-            if (line := ranks.hear(PATIENCE_S)) is not None:
-                said[line["rank"]].append(line)
-            elif ranks.running == running:
-                raise ranks.stalled(f"the ranks said nothing for {PATIENCE_S:g} s")
+        found = {one["rank"]: one["calls"] for one in ranks.hear_all(PATIENCE_S)}
+        ranks.tell("done")
+    said = [found[rank] for rank in range(len(where))]
     print(f"{'':14}{'seconds':>9}{'sent/S':>9}{'received/S':>12}{'wrong':>7}")
     rows = {mode: figures(said, mode, local, nbytes) for mode in MODES}
     for mode, (seconds, sent, received, wrong) in rows.items():

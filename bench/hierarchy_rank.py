@@ -1,7 +1,7 @@
 """One rank of `bench.hierarchy`: all-reduces flat and by nodes in turn, and reads its host's card.
 
 ``python -m bench.hierarchy_rank ARGUMENTS``, those of `main` as JSON, with a launcher's
-environment. Every rank prints a line of JSON for each all-reduce.
+environment. Every rank prints, as JSON, what each all-reduce took and sent.
 """
 
 import json
@@ -27,6 +27,7 @@ def main(nbytes: int, rounds: int) -> None:
     clients = {name: connect(hierarchy=mode) for name, mode in MODES.items()}
     data = np.empty(nbytes // 4, np.float32)
     expected = (world_size - 1) / 2
+    calls = []
     for number in range(-1, rounds):
         for name, client in clients.items():
             data[:] = rank
@@ -41,7 +42,9 @@ def main(nbytes: int, rounds: int) -> None:
             wrong = int(np.count_nonzero(data != expected))
             figures = {"sent": sent, "received": received, "seconds": seconds, "wrong": wrong}
             if number >= 0:
-                print(json.dumps({"mode": name, "rank": rank, **figures}), flush=True)
+                calls.append({"mode": name, **figures})
+    print(json.dumps({"rank": rank, "calls": calls}), flush=True)
+    sys.stdin.readline()
     for client in clients.values():
         client.shutdown()
     dist.barrier()
@@ -49,7 +52,6 @@ def main(nbytes: int, rounds: int) -> None:
 
 
 def counters() -> tuple[int, int]:
-    """Return how many bytes this host's card has sent and received."""
     counts = Path(f"/sys/class/net/{DEVICE}/statistics")
     return int((counts / "tx_bytes").read_text()), int((counts / "rx_bytes").read_text())
 

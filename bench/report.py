@@ -676,13 +676,10 @@ def _conditions(page: Page, found: Results) -> None:
         page.text(f"{name} was not measured: {why}")
 
 
+ALL_REDUCES = ("All-reduces", _all_reduce_place, _all_reduce_verdict, _fill_all_reduces)
 SECTIONS = {
-    "allreduce": Section(
-        "All-reduces", "All-reduces", _all_reduce_place, _all_reduce_verdict, _fill_all_reduces
-    ),
-    "scaling": Section(
-        "Scaling", "All-reduces", _all_reduce_place, _all_reduce_verdict, _fill_all_reduces
-    ),
+    "allreduce": Section("All-reduces", *ALL_REDUCES),
+    "scaling": Section("Scaling", *ALL_REDUCES),
     "soak": Section("Soak", "Soak", _all_reduce_place, _soak_verdict, _fill_soak),
     "ddp": Section("DDP end to end", "DDP end to end", _ddp_place, _ddp_verdict, _fill_ddp),
     "chaos": Section(

@@ -155,7 +155,6 @@ class World:
     # -- who is there -------------------------------------------------------------------------
 
     def _join_all(self) -> None:
-        """Let a job begin with all its ranks."""
         source = self._source
         world_size = 1 + source.below(4)
         watermark, chunk_bytes = source.pick(SEQUENCES), source.pick((CHUNK, 0, 1 << 12))

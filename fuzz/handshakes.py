@@ -69,7 +69,6 @@ class _Handshake:
     def _join(
         self, rank: int, peer: bytes, garble: Callable[[bytes, bytes], tuple[bytes, bytes]]
     ) -> None:
-        """Exchange HELLO and its answer."""
         session = self._sessions[rank]
         (hello,) = (a for a in session.connected(0) if isinstance(a, Send))
         said = hello.header, bytes(hello.payload or b"")
@@ -114,7 +113,6 @@ class _Handshake:
 
 
 def _flip(data: bytes, source: Source) -> bytes:
-    """Change up to four bytes."""
     changed = bytearray(data)
     for _ in range(1 + source.below(4) if changed else 0):
         changed[source.byte() % len(changed)] = source.byte()

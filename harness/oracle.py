@@ -31,23 +31,13 @@ def wrong(result: Array, world_size: int, *, exact: bool, wire_dtype: str = "") 
     sum(|contributions|)`` (eps = 2^-23), which covers every order of additions.
     """
     if exact:
-        return wrong_bits(result, world_size, wire_dtype)
-    return wrong_values(result, world_size)
-
-
-def wrong_bits(result: Array, world_size: int, wire_dtype: str = "") -> int:
-    """Count the elements that differ in any bit from the left fold in rank order."""
-    # What values are rounded to in blocks depends on where these lie, and so has no period.
-    period = result.size if wire_dtype in block8_oracle.Q else PERIOD
-    expected = _left_fold(world_size, wire_dtype, period).view(np.uint32)
-    return sum(
-        int(np.count_nonzero(part.view(np.uint32) != expected[: part.size]))
-        for part in _parts(result, period)
-    )
-
-
-def wrong_values(result: Array, world_size: int) -> int:
-    """Count the elements that no order of additions can explain."""
+        # What values are rounded to in blocks depends on where these lie, and so has no period.
+        period = result.size if wire_dtype in block8_oracle.Q else PERIOD
+        expected = _left_fold(world_size, wire_dtype, period).view(np.uint32)
+        return sum(
+            int(np.count_nonzero(part.view(np.uint32) != expected[: part.size]))
+            for part in _parts(result, period)
+        )
     total, bound = _total(world_size)
     # A NaN compares false, and so counts.
     return sum(

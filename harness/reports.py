@@ -1,17 +1,12 @@
 """What a rank of a training tells the process that started it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
+import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
 
 
 def report(event: str, **values: Any) -> None:

@@ -103,7 +103,6 @@ def _hurry(
 
 @contextmanager
 def _idle(address: str, count: int) -> Iterator[list[int]]:
-    """Connect so many times, and say nothing."""
     with ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(dial(address))

@@ -57,7 +57,6 @@ class Claim:
 
 
 def claim() -> Claim:
-    """Take a number that no living lab has."""
     for number in NUMBERS:
         if taken := take(number):
             return taken

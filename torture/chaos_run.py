@@ -36,7 +36,6 @@ MOST_PASSES = 100  # of a failpoint before the one that kills
 REST_S = 0.5  # at most, from when all reducers are in use to the next blow
 LISTEN_S = 0.02
 PATIENCE_S = 60.0  # for what takes seconds on a busy machine
-STEPS_ALONE = 30  # without a reducer that does not come back
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,12 @@ class Blow:
         rest_s: how long everything has been well before.
         number: the signal that ends it, SIGKILL or SIGTERM.
         failpoint: instead of a random instant, as of REDUCTION_FAILPOINTS.
-        comes_back: whether it is started again.
     """
 
     reducer: int
     rest_s: float = 0.0
     number: signal.Signals = signal.SIGKILL
     failpoint: str = ""
-    comes_back: bool = True
 
 
 def at_random(count: int, reducers: int, seed: int, number: signal.Signals) -> list[Blow]:
@@ -179,9 +176,6 @@ class Training:
         else:
             self.record.blows.append(time.monotonic())
             self._pool.end(victim, blow.number)
-        if not blow.comes_back:
-            self.progress(STEPS_ALONE)
-            return
         self._pool.start(victim)
         # Who has made two steps since has noticed: each needs all reducers that are in use.
         self.progress(2)
@@ -232,21 +226,19 @@ def train(
     *,
     seed: int,
     steps: int | None = None,
-    pause_s: float = 0.0,
 ) -> Record:
     """Train on a lab, whose first hosts are the workers', and all others the reducers'.
 
-    It ends after so many steps, or, if they are None, when all blows have happened; `pause_s` is
-    the time between two.
+    It ends after so many steps, or, if they are None, when all blows have happened.
 
     Raises:
         HarnessError: a process failed; the message holds the end of what it said.
     """
     reducers = Pool(lab.hosts[workers:])
-    arguments = {"seed": seed, "steps": steps, "pause_s": pause_s}
+    given = {"seed": seed, "steps": steps}
     try:
         hosts, module = lab.hosts[:workers], "torture.chaos_worker"
-        with Ranks(module, hosts, arguments, reducers.addresses) as ranks:
+        with Ranks(module, hosts, given, reducers.addresses) as ranks:
             training = Training(ranks, reducers, workers)
             training.progress(2)
             for blow in blows:

@@ -62,7 +62,7 @@ class Trainer:
         return digest(parameter.detach() for parameter in self.model.parameters())
 
 
-def train(*, seed: int, steps: int | None, pause_s: float) -> None:
+def train(*, seed: int, steps: int | None) -> None:
     """Train; report each step, and the weights wherever ranks may stop.
 
     `steps`, after which to stop, are a multiple of `STOP_EVERY`; None: when standard input says.
@@ -81,7 +81,6 @@ def train(*, seed: int, steps: int | None, pause_s: float) -> None:
         ended = time.monotonic()
         report("step", step=number, began=began, ended=ended, error=error, uses=client.in_use)
         number += 1
-        time.sleep(pause_s)
         if number % STOP_EVERY == 0:
             stop.fill_(told.is_set() if steps is None else number >= steps)
             dist.broadcast(stop, 0)  # so that all ranks stop at the same step

@@ -121,7 +121,6 @@ def slow(scene: Scene, count: int) -> Row:
 
 
 def pulled(scene: Scene, count: int) -> Row:
-    """Pull a reducer's cable, and plug it in again."""
     host = scene.reducers[GONE]
     down, up = partial(scene.lab.link_down, host), partial(scene.lab.link_up, host)
     return _gone_and_back("reducer pulled", scene, count, down, up)

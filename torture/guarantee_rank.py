@@ -17,10 +17,12 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,13 +35,8 @@ from torture.guarantee_judge import Judge
 from torture.guarantee_plan import ADMIT_EVERY, MAIN, NAMED, THREADS, Call, Plan
 from torture.guarantee_signals import TICK_S, Clock, Interrupted, Interrupter, enter
 from worker_client.client.bootstrap import connect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.connection import Connection
-
-    from worker_client.client.client import Client
-    from worker_client.work import Work
+from worker_client.client.client import Client
+from worker_client.work import Work
 
 TELL_S = 0.1
 MEET_S = 20.0  # for a process group to form, and then for its ranks to compare their models
@@ -153,7 +150,6 @@ class Life:
             self._counts.update(what)
 
     def _note(self, call: Call, error: ReductionError) -> None:
-        """Count an error, as it may be."""
         self._count("error", type(error).__name__)
         lost = isinstance(error, RankLostError) and error.rank == self._client.rank
         if lost and self.part.plan.admits:
@@ -422,7 +418,6 @@ class Life:
         return work, array, arguments.get("residual")
 
     def _arguments(self, call: Call) -> tuple[Any, dict[str, Any]]:
-        """Return what a call is given: its array, and all else."""
         values = self._judge.contribution(call)
         if call.dtype == "bfloat16":
             values = values.view(ml_dtypes.bfloat16)

@@ -120,7 +120,6 @@ def measure(tries: int, workers: int = 4, reducers: int = 2, jobs: int = 1) -> F
 
 
 def kill(job: Job, victim: int) -> float:
-    """Kill a rank in the middle of all-reduces, and return when."""
     job.wait_for_steps(3, PATIENCE_S)
     if job.done < 3:
         raise HarnessError(f"the job does not work: {job.told}")

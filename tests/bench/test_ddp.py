@@ -45,17 +45,11 @@ def test_a_tiny_run(model, pool, forks, tmp_path, monkeypatch):
     assert [row.variant for row in found.rows] == ["reducers", "gloo-25", "no-op"]
     ours, gloo, no_op = found.rows
     weights = 2 * found.nbytes // 4
-    assert [(row.wrong, row.checked, row.identical) for row in (ours, gloo)] == [
-        (0, weights, True)
-    ] * 2
-    assert ours.bucket_cap_mb == 64
-    assert gloo.bucket_cap_mb is None
+    for row in (ours, gloo):
+        assert (row.wrong, row.checked, row.identical) == (0, weights, True)
     assert no_op.exposed_ms == 0
-    assert no_op.all_reduce_ms is None
     for row in found.rows:
         assert row.samples_per_s == pytest.approx(2 * found.batch / row.step_ms * 1e3)
-        assert len(row.rounds_ms) == 1
-        assert row.p99_ms >= row.median_ms
     assert found.ours_over_gloo == pytest.approx(gloo.step_ms / ours.step_ms)
 
 
@@ -65,14 +59,6 @@ def test_parameters_are_those_of_the_real_networks():
         for name in ("resnet50", "gpt2")
     }
     assert counts == {"resnet50": (161, 25_557_032), "gpt2": (148, 124_439_808)}
-
-
-def test_a_simulated_layer_gets_the_gradient_of_its_penalty():
-    layers = [ddp_models.Layer(((3, 2), (2,)), 1.0), ddp_models.Layer(((5,),), 3.0)]
-    network = ddp_models.Simulated(layers, compute_s=0.0)
-    network(torch.tensor(0.5)).backward()
-    for weights in network.parameters():
-        assert torch.equal(weights.grad, 0.5 * weights)
 
 
 def test_layers_end_at_their_shares_of_the_passes(monkeypatch):
@@ -124,7 +110,3 @@ def test_weights_of_a_rank_with_other_bits_are_wrong():
 def test_too_little_memory_is_said_before_anything_starts():
     with pytest.raises(SystemExit, match=r"gpt2 needs .* GB of memory for 500 workers"):
         ddp.main(model=ddp.Model.GPT2, workers=500)
-
-
-def test_every_model_can_be_asked_for():
-    assert [model.value for model in ddp.Model] == list(ddp_models.MODELS)

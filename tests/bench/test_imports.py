@@ -21,14 +21,6 @@ def test_imports_have_no_circle(imports):
     TopologicalSorter(uses).prepare()  # CycleError names the modules of a circle
 
 
-def test_no_import_hides_in_a_string():
-    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    for quote in "'\"":
-        calls = [f"import_module({quote}{folder}" for folder in FOLDERS]
-        hidden = [p for p in sources if any(call in p.read_text() for call in calls)]
-        assert not hidden
-
-
 def test_attacks_stand_on_benchmarks_these_on_the_harness_and_that_on_the_lab(imports):
     floors = ({"torture", "hostile"}, {"bench"}, {"harness"}, {"lab"})
     assert not imports.find_illegal_dependencies_for_layers(floors)

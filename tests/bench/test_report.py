@@ -8,44 +8,32 @@ import pytest
 
 from bench import report
 from bench.results import read
-from tests.bench.conftest import FILES
 from tests.browser import browser, opened
 from tests.golden import check_golden
 
+KINDS = ("allreduce", "soak", "ddp", "chaos", "micro")
 WIDTH = 1200
 
 
-def page_of(results, path, *, drawn=False):
+@pytest.fixture
+def results():
+    """What each kind of benchmark has found, by its name."""
+    folder = Path(__file__).with_name("results")
+    return {kind: read(folder / f"{kind}.json") for kind in KINDS}
+
+
+def html(results, folder, name="page.html", *, drawn=False):
     """Return the text of the page; its pictures would take a second."""
     with pytest.MonkeyPatch.context() as patch:
         if not drawn:
             patch.setattr(report, "picture", lambda _: b"")
-        report.compose([*results], "pictures").write(path)
-    return path.read_text()
-
-
-def html(results, folder, **options):
-    return page_of(results, folder / "page.html", **options)
+        report.compose([*results], "pictures").write(folder / name)
+    return (folder / name).read_text()
 
 
 def test_the_page_of_all_results(results, tmp_path):
-    page = page_of(results.values(), tmp_path / "page.md")
+    page = html(results.values(), tmp_path, "page.md")
     check_golden(Path(__file__).with_name("page.md"), page.partition("## Glossary")[0])
-
-
-def test_a_page_of_html_has_neither_an_alarm_nor_a_warning(results, tmp_path):
-    page = html(results.values(), tmp_path)
-    assert "undisturbed training&#x27;s.</li>" in page
-    assert 'class="alarm"' not in page
-    assert 'class="warning"' not in page
-
-
-def test_a_verdict_without_baseline_says_so(results):
-    found = results["allreduce"]
-    found.rows = [row for row in found.rows if row.contender == "pool-4"]
-    assert report.verdict(found).text.startswith(
-        "256 MiB, 4 workers, 1 Gbit/s: pool-4 takes 2274.88 ms, with no baseline to compare it"
-    )
 
 
 def test_whatever_is_wrong_stands_first(results, tmp_path):
@@ -68,11 +56,13 @@ def test_whatever_is_wrong_stands_first(results, tmp_path):
             "final weights differ between ranks, or from the undisturbed training&#x27;s"
         ),
     ]
-    all_reduces.rows = [row for row in all_reduces.rows if not row.ours]
+    all_reduces.rows = [row for row in all_reduces.rows if row.contender == "pool-4"]
+    assert "takes 2274.88 ms, with no baseline" in report.verdict(all_reduces).text
+    all_reduces.rows = []
     assert report.verdict(all_reduces).alarms == ["no all-reduce of ours was measured"]
 
 
-@pytest.mark.parametrize(("load", "warns"), [(0.99, False), (1.0, True), (1.7, True)])
+@pytest.mark.parametrize(("load", "warns"), [(0.99, False), (1.0, True)])
 def test_a_busy_machine_is_warned_of_in_every_kind(load, warns, results, tmp_path):
     *ours, micro = results.values()
     micro.machine_info["load"] = load
@@ -110,38 +100,13 @@ def test_the_glossary_has_every_column(results, tmp_path):
     assert "`" not in glossary
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"schema_version": 1}, "its schema has version 1, and not 2: measure again"),
-        ({"kind": "kernels"}, "Input should be 'allreduce', 'scaling' or 'soak'"),
-        ({"rows": 3}, "Input should be a valid list"),
-    ],
-)
-def test_other_files_are_refused(change, said, tmp_path):
+def test_other_files_are_refused(tmp_path):
     file = tmp_path / "found.json"
-    file.write_text(json.dumps(json.loads(FILES[0].read_text()) | change))
-    with pytest.raises(SystemExit, match=f"found.json is no result .*(?s:.*){re.escape(said)}"):
-        report.main([file], tmp_path / "page.html")
-    for text in ("[]", "{}", "nonsense", None):
+    of_another_version = json.dumps({"kind": "allreduce", "schema_version": 1})
+    for text in (of_another_version, "[]", "{}", "nonsense", None):
         file.write_text(text) if text else file.unlink()
         with pytest.raises(SystemExit, match=r"found\.json is no result of these benchmarks"):
             report.main([file], tmp_path / "page.html")
-
-
-def test_results_are_read_as_they_were_written(results, tmp_path):
-    for kind in ("allreduce", "ddp", "chaos"):
-        results[kind].write(tmp_path / "found.json")
-        assert read(tmp_path / "found.json") == results[kind]
-
-
-@pytest.mark.extended("tests/bench/test_allreduce.py::test_all_reduces_are_compared")
-def test_markdown_has_its_pictures_beside_it(tmp_path):
-    report.main(FILES, tmp_path / "page.md")
-    pictures = re.findall(r"!\[.*\]\((.*)\)", (tmp_path / "page.md").read_text())
-    assert len(pictures) == 3
-    for name in pictures:
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_browser_of_1200_pixels_shows_every_column(results, tmp_path):

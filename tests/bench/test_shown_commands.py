@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from bench import __main__ as short
+
 pytest.importorskip("torch", reason="needs torch")
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +27,22 @@ SHOWN = sorted(
 )
 
 
+def check(module, options):
+    app = typer.Typer()
+    app.command()(import_module(module).main)
+    assert typer.main.get_command(app).make_context(module, options)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(("module", "arguments"), SHOWN)
 def test_a_benchmark_takes_the_arguments_that_are_shown(module, arguments):
-    app = typer.Typer()
-    app.command()(import_module(module).main)
-    typer.main.get_command(app).make_context(module, shlex.split(arguments))
+    check(module, shlex.split(arguments))
+
+
+STEPS = [step for step in short.STEPS if step.name != "micro"]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+def test_a_benchmark_takes_the_options_of_the_short_run(step, tmp_path):
+    module, *options = shlex.split(f"{step.command} {step.outputs.format(tmp_path / 'found')}")
+    check(module, options)

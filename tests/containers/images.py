@@ -19,7 +19,8 @@ TOOLS = ("buildah", "podman", "runc", "debootstrap", "ip", "tc")
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where the Dockerfiles mount the secret `ca`
 
 # As Debian's own "slim" images leave documentation out.
-SLIM = "".join(f"path-exclude /usr/share/{part}/*\n" for part in ("doc", "info", "locale", "man"))
+WASTE = ("doc", "info", "locale", "man")
+SLIM = "".join(f"path-exclude /usr/share/{part}/*\n" for part in WASTE)
 
 
 class Unavailable(RuntimeError):  # noqa: N818 (it is a condition of the machine)
@@ -38,11 +39,7 @@ def check_tools():
 
 
 def make_base(folder):
-    """Import a Debian from apt's mirror as `BASE`, unless an earlier run has.
-
-    Raises:
-        Unavailable: the mirror cannot be reached.
-    """
+    """Import a Debian from apt's mirror as `BASE`, unless an earlier run has."""
     if not subprocess.run(["podman", "image", "exists", BASE], check=False).returncode:
         return
     root = folder / "base"
@@ -55,8 +52,8 @@ def make_base(folder):
     if made.returncode:
         raise Unavailable(f"debootstrap made no base: {made.stdout[-300:]}{made.stderr[-300:]}")
     (root / "etc/dpkg/dpkg.cfg.d/slim").write_text(SLIM)
-    for waste in ("usr/share/doc", "usr/share/info", "usr/share/locale", "usr/share/man"):
-        shutil.rmtree(root / waste, ignore_errors=True)
+    for part in WASTE:
+        shutil.rmtree(root / "usr/share" / part, ignore_errors=True)
     for waste in ("var/cache/apt/archives", "var/lib/apt/lists"):
         shutil.rmtree(root / waste)
         (root / waste / "partial").mkdir(parents=True)
@@ -67,11 +64,7 @@ def make_base(folder):
 
 
 def build(name, folder):
-    """Build ``docker/NAME.Dockerfile`` and return the image's name.
-
-    Raises:
-        subprocess.CalledProcessError: it does not build; what was printed is on standard error.
-    """
+    """Build ``docker/NAME.Dockerfile`` and return the image's name."""
     image = f"localhost/reduction-{name}:test"
     command = ["buildah", "bud", "--isolation=chroot", "--layers", "--format=docker", "--quiet"]
     # The torch of all other tests: of a newer one an index may have CUDA's alone, which is large.
@@ -87,11 +80,7 @@ def build(name, folder):
 
 
 def mirror():
-    """Return where this machine's apt has Debian from.
-
-    Raises:
-        Unavailable: it does not say.
-    """
+    """Return where this machine's apt has Debian from."""
     command = ["apt-get", "indextargets", "--format", "$(LABEL) $(REPO_URI)"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     for line in listed.splitlines():
@@ -102,11 +91,7 @@ def mirror():
 
 
 def pip_here(folder):
-    """Return what pip needs here besides itself: files, by the secrets that they are, and folders.
-
-    Args:
-        folder: where the configuration is written.
-    """
+    """Return what pip needs here besides itself: files, by secret, and folders."""
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # Environment beats files, and comes first.

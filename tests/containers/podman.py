@@ -17,7 +17,6 @@ class Container:
         self.name = name
 
     def logs(self):
-        """Return what it has printed so far."""
         done = podman("logs", self.name)
         return done.stdout + done.stderr
 
@@ -35,17 +34,10 @@ class Container:
         return podman("inspect", "--format", f"{{{{.State.{field}}}}}", self.name).stdout.strip()
 
     def execute(self, *argv):
-        """Run a command in it."""
         return podman("exec", self.name, *argv)
 
     def healthy(self):
-        """Run its image's health check."""
         return podman("healthcheck", "run", self.name).returncode == 0
-
-    def kill(self):
-        """Kill it, and wait until it is gone."""
-        podman("kill", "--signal=KILL", self.name)
-        podman("wait", self.name)
 
     def stop(self, grace_s=30):
         """Send it SIGTERM, and SIGKILL after a grace; return its exit code."""
@@ -53,14 +45,13 @@ class Container:
         return int(self.state("ExitCode"))
 
     def wait(self):
-        """Wait until it ends by itself; return its exit code."""
         return int(podman("wait", self.name).stdout)
 
 
 @contextmanager
-def contained(lab, host, image, argv, *, env=None, volumes=None, options=(), name=""):
+def contained(lab, host, image, argv, *, env=None, volumes=None, options=()):
     """Run an image on a host of a lab, where all hosts' names resolve, as they do in a cluster."""
-    name = f"{name or host.name}-{time.monotonic_ns()}"
+    name = f"{host.name}-{time.monotonic_ns()}"
     command = ["run", "--detach", f"--name={name}", f"--hostname={host.name}", *OPTIONS, *options]
     command += [f"--network=ns:/run/netns/{host.name}"]
     command += [f"--add-host={other.name}:{other.address}" for other in lab.hosts]

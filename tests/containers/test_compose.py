@@ -4,7 +4,6 @@ It does what an engine for Compose does with the keys that the file has, in the 
 `depends_on` asks for.
 """
 
-import re
 import time
 from contextlib import ExitStack
 
@@ -13,6 +12,7 @@ import pytest
 from lab import Lab
 from tests.containers.images import ROOT
 from tests.containers.podman import contained
+from tests.pages import FINGERPRINT
 
 pytestmark = pytest.mark.timeout(1200)  # it may have to build the images
 
@@ -78,10 +78,8 @@ def test_the_services_train_together(base, reducer_image, worker_image):
             )
         workers = [running[name] for name in order if name.startswith("worker")]
         assert [worker.wait() for worker in workers] == [0, 0], [each.logs() for each in workers]
-        said = re.findall(
-            r"rank (\d): loss \S+, weights (\w+), (\d) reducers",
-            "".join(worker.logs() for worker in workers),
-        )
-        assert sorted(rank for rank, _, _ in said) == ["0", "1"]
-        assert {servers for _, _, servers in said} == {"2"}
-        assert len({weights for _, weights, _ in said}) == 1
+        said = FINGERPRINT.findall("".join(worker.logs() for worker in workers))
+        ranks, _, weights, servers = zip(*said, strict=True)
+        assert sorted(ranks) == ["0", "1"]
+        assert set(servers) == {"2"}
+        assert len(set(weights)) == 1

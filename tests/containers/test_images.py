@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,12 +25,10 @@ LOCKED += ["--security-opt=no-new-privileges"]
 INSECURE = {"REDUCTION_INSECURE": "1"}
 KEYS = {"REDUCTION_KEYS": "/keys"}
 IMAGES_USER = 10001
-USED_BYTES = 1_000_000  # far more than hellos and heartbeats take
 
 
 def about(image):
     (found,) = json.loads(podman("image", "inspect", image).stdout)
-    print(f"\n{image}: {found['Size'] / 1e6:.0f} MB")  # noqa: T201 (with -s)
     return found
 
 
@@ -39,9 +36,6 @@ def about(image):
 def lab(base):
     with Lab(hosts=4, mbit=MBIT) as lab:
         yield lab
-
-
-# -- what they are --------------------------------------------------------------------------------
 
 
 def test_the_reducers_image_is_small_and_asks_for_no_rights(reducer_image):
@@ -65,9 +59,6 @@ def test_the_workers_image_has_torch_and_both_commands(worker_image):
         assert done.returncode == 0, done.stderr
 
 
-# -- a reducer's container ------------------------------------------------------------------------
-
-
 def test_a_reducer_serves_with_no_rights_at_all(lab, reducer_image):
     with contained(
         lab, lab.hosts[0], reducer_image, ["serve"], env=INSECURE, options=LOCKED
@@ -79,20 +70,16 @@ def test_a_reducer_serves_with_no_rights_at_all(lab, reducer_image):
         assert server.stop() == 0
 
 
-def test_a_reducer_that_answers_no_probe_is_not_healthy(lab, reducer_image):
+def test_a_reducer_that_answers_no_probe_is_not_healthy_and_strangers_are_not_served(
+    lab, reducer_image
+):
     env = {**INSECURE, "REDUCTION_HTTP": "0.0.0.0:9091"}
     with contained(lab, lab.hosts[0], reducer_image, ["serve"], env=env) as server:
         server.wait_for("reducer ready on ")
         assert not server.healthy()
-
-
-def test_a_reducer_does_not_serve_strangers_unless_it_is_told_to(lab, reducer_image):
     with contained(lab, lab.hosts[0], reducer_image, ["serve"], options=LOCKED) as server:
         assert server.wait() == 2
         assert "--insecure" in server.logs()
-
-
-# -- a job ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -105,56 +92,20 @@ def keys(tmp_path_factory):
     return keys
 
 
-class Job:
-    """Reducers on the first two hosts of a lab, and workers on the other two, all with keys."""
-
-    def __init__(self, lab, images, signals, keys, stack):
-        self._lab, self._signals, self._keys, self._stack = lab, signals, keys, stack
-        self._reducer_image, self._worker_image = images
-        self.pool = [self.start_reducer(host) for host in lab.hosts[:2]]
-
-    def start_reducer(self, host, argv=("serve",)):
-        """Start a reducer's container on a host, and wait until it serves."""
-        server = contained(
-            self._lab,
-            host,
-            self._reducer_image,
-            argv,
-            env=KEYS,
-            volumes={self._keys / "pool": "/keys:ro"},
-            options=LOCKED,
-        )
-        started = self._stack.enter_context(server)
-        started.wait_for("reducer ready on ")
-        return started
-
-    def start_workers(self, *arguments):
-        """Start both workers' containers."""
-        servers, workers = self._lab.hosts[:2], self._lab.hosts[2:]
-        command = ["torchrun", f"--nnodes={len(workers)}", f"--master-addr={workers[0].name}"]
-        env = {
-            "REDUCTION_SERVERS": ",".join(f"{server.name}:5555" for server in servers),
-            "OMP_NUM_THREADS": "1",
-            **KEYS,
-        }
-        volumes = {
-            TRAIN: "/train.py:ro",
-            self._signals: "/signals:ro",
-            self._keys / "jobs/digits": "/keys:ro",
-        }
-        return [
-            self._stack.enter_context(
-                contained(
-                    self._lab,
-                    host,
-                    self._worker_image,
-                    [*command, f"--node-rank={rank}", "/train.py", *arguments],
-                    env=env,
-                    volumes=volumes,
-                )
-            )
-            for rank, host in enumerate(workers)
-        ]
+def ready(server, pod):
+    """Probe a reducer as a kubelet does: first whether it has started, then whether it is ready."""
+    ports = {port["name"]: port["containerPort"] for port in pod["ports"]}
+    for name in ("startupProbe", "readinessProbe"):
+        probe = pod[name]
+        url = f"http://127.0.0.1:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
+        ask = f"from urllib.request import urlopen; urlopen({url!r}, timeout=1)"
+        for _ in range(probe.get("failureThreshold", 3)):
+            if not server.execute("python", "-c", ask).returncode:
+                break
+            time.sleep(probe["periodSeconds"])
+        else:
+            pytest.fail(f"{name}: {server.logs()}")
+    return server
 
 
 def outcome(workers):
@@ -170,73 +121,43 @@ def outcome(workers):
     return said.pop()
 
 
-def received(host):
-    """Return the bytes that a host's network card has received."""
-    command = ["ip", "-n", host.name, "-j", "-s", "link", "show", "eth0"]
-    (card,) = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return int(card["stats64"]["rx"]["bytes"])
-
-
-@pytest.fixture
-def job(lab, reducer_image, worker_image, tmp_path, keys):
-    with ExitStack() as stack:
-        yield Job(lab, (reducer_image, worker_image), tmp_path, keys, stack)
-
-
-def test_a_reducers_container_is_killed_and_replaced_while_others_train(job, lab, tmp_path):
-    tmp_path.chmod(0o755)
-    host = lab.hosts[0]
-    workers = job.start_workers()
-    workers[0].wait_for("trained 20 steps")
-    job.pool[0].kill()
-    replacement = job.start_reducer(host)
-    before = received(host)
-    while received(host) < before + USED_BYTES:
-        assert workers[0].state("Running") == "true", workers[0].logs()
-        time.sleep(0.2)
-    (tmp_path / "stop").touch()
-    steps, weights, lost = outcome(workers)
-    assert lost == 1
-    assert replacement.stop() == 0
-    print(f"\n{steps} steps, a reducer killed and replaced: weights {weights}")  # noqa: T201
-
-    job.pool[0] = job.start_reducer(host)
-    assert outcome(job.start_workers(str(steps))) == (steps, weights, 0)
-
-
-def wait_until_ready(server, pod):
-    """Probe a reducer as a kubelet does: first whether it has started, then whether it is ready."""
-    ports = {port["name"]: port["containerPort"] for port in pod["ports"]}
-    for name in ("startupProbe", "readinessProbe"):
-        probe = pod[name]
-        url = f"http://127.0.0.1:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}"
-        ask = f"from urllib.request import urlopen; urlopen({url!r}, timeout=1)"
-        for _ in range(probe.get("failureThreshold", 3)):
-            if not server.execute("python", "-c", ask).returncode:
-                break
-            time.sleep(probe["periodSeconds"])
-        else:
-            pytest.fail(f"{name}: {server.logs()}")
-
-
-def test_a_rolling_update_of_the_statefulset_costs_no_step(job, lab, tmp_path):
+def test_a_rolling_update_of_the_statefulset_costs_no_step(
+    lab, reducer_image, worker_image, keys, tmp_path
+):
     """With its arguments, its probes and its grace: from the last one to the first, twice."""
     yaml = pytest.importorskip("yaml", reason="needs the extra `manifests`")
     stateful = yaml.safe_load((DOCKER / "kubernetes/pool/statefulset.yaml").read_text())["spec"]
     grace_s = stateful["template"]["spec"]["terminationGracePeriodSeconds"]
     (pod,) = stateful["template"]["spec"]["containers"]
-    replicas = range(stateful["replicas"])
+    replicas = stateful["replicas"]
+    servers, (first, *others) = lab.hosts[:replicas], lab.hosts[replicas:]
+    addresses = ",".join(f"{server.name}:5555" for server in servers)
+    torchrun = ["torchrun", f"--nnodes={1 + len(others)}", f"--master-addr={first.name}"]
     tmp_path.chmod(0o755)
-    for ordinal in replicas:
-        assert job.pool[ordinal].stop() == 0
-        job.pool[ordinal] = job.start_reducer(lab.hosts[ordinal], pod["args"])
-        wait_until_ready(job.pool[ordinal], pod)
-    workers = job.start_workers()
-    workers[0].wait_for("trained 20 steps")
-    for ordinal in [*reversed(replicas)] * 2:
-        assert job.pool[ordinal].stop(grace_s) == 0
-        job.pool[ordinal] = job.start_reducer(lab.hosts[ordinal], pod["args"])
-        wait_until_ready(job.pool[ordinal], pod)
-    (tmp_path / "stop").touch()
-    steps, weights = outcome(workers)[:2]
-    assert outcome(job.start_workers(str(steps))) == (steps, weights, 0)
+    volumes = {TRAIN: "/train.py:ro", tmp_path: "/signals:ro", keys / "jobs/digits": "/keys:ro"}
+    env = {"REDUCTION_SERVERS": addresses, "OMP_NUM_THREADS": "1", **KEYS}
+    with ExitStack() as stack:
+
+        def serve(ordinal):
+            mounted = {"volumes": {keys / "pool": "/keys:ro"}, "options": LOCKED}
+            where = lab, servers[ordinal], reducer_image
+            started = contained(*where, pod["args"], env=KEYS, **mounted)
+            return ready(stack.enter_context(started), pod)
+
+        def train(*arguments):
+            started = []
+            for rank, host in enumerate((first, *others)):
+                command = [*torchrun, f"--node-rank={rank}", "/train.py", *arguments]
+                worker = contained(lab, host, worker_image, command, env=env, volumes=volumes)
+                started.append(stack.enter_context(worker))
+            return started
+
+        pool = [serve(ordinal) for ordinal in range(replicas)]
+        workers = train()
+        workers[0].wait_for("trained 20 steps")
+        for ordinal in [*reversed(range(replicas))] * 2:
+            assert pool[ordinal].stop(grace_s) == 0
+            pool[ordinal] = serve(ordinal)
+        (tmp_path / "stop").touch()
+        steps, weights = outcome(workers)[:2]
+        assert outcome(train(str(steps))) == (steps, weights, 0)

@@ -9,6 +9,7 @@ their clients.
 import json
 import re
 import runpy
+import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import reducer
+from tests.containers.chart import leaves
 from tests.containers.manifests import (
     DOCKER,
     OBSERVE,
@@ -44,20 +46,11 @@ def check_model(name, resource):
 
 def pods():
     """Return every pod that runs a reducer or a worker, with the file that it is in."""
-    found = [("pool", read("kubernetes/pool/statefulset.yaml")["spec"]["template"]["spec"])]
-    for path, keys in (
-        ("kubernetes/job/jobset.yaml", ["spec"]),
-        ("kubernetes/kubeflow/runtime.yaml", ["spec", "template", "spec"]),
-    ):
-        spec = read(path)
-        for key in keys:
-            spec = spec[key]
-        jobs = spec["replicatedJobs"]
-        found += [(path, job["template"]["spec"]["template"]["spec"]) for job in jobs]
-    return found
-
-
-# -- by the schemas -------------------------------------------------------------------------------
+    jobset, runtime = "kubernetes/job/jobset.yaml", "kubernetes/kubeflow/runtime.yaml"
+    specs = {jobset: read(jobset)["spec"], runtime: read(runtime)["spec"]["template"]["spec"]}
+    found = [("pool", read("kubernetes/pool/statefulset.yaml"))]
+    found += [(path, job["template"]) for path in specs for job in specs[path]["replicatedJobs"]]
+    return [(path, template["spec"]["template"]["spec"]) for path, template in found]
 
 
 def check_trainjob(resource):
@@ -96,13 +89,6 @@ def test_its_judge_takes_it_and_knows_a_misspelt_field(judge, path):
         judge(misspelt)
 
 
-def test_kubernetes_schema_knows_a_misspelt_field_deep_inside():
-    resource = read(POOL / "statefulset.yaml")
-    resource["spec"]["template"]["spec"]["containers"][0]["readinesProbe"] = {}
-    with pytest.raises(Exception, match="readinesProbe"):
-        check_kubernetes(resource)
-
-
 def test_the_shared_pool_as_kustomize_prints_it():
     resources = kustomized(POOL)
     listed = read(POOL / "kustomization.yaml")["resources"]
@@ -126,20 +112,6 @@ def test_what_observes_the_pool_as_kustomize_prints_it():
     assert dashboards["data"] == {"reducers.json": (DOCKER / "grafana/reducers.json").read_text()}
 
 
-def lost(ours, theirs, path=""):
-    """Return where something of ours is missing, or another one, in what a model made of it."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [
-            place
-            for key, value in ours.items()
-            for place in lost(value, theirs.get(key), f"{path}/{key}")
-        ]
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        pairs = enumerate(zip(ours, theirs, strict=True))
-        return [place for at, pair in pairs for place in lost(*pair, f"{path}/{at}")]
-    return [] if ours == theirs else [path]
-
-
 def test_the_dashboard():
     models = pytest.importorskip(
         "grafana_foundation_sdk.models.dashboard", reason="needs the extra `manifests`"
@@ -148,17 +120,12 @@ def test_the_dashboard():
 
     plugins.register_default_plugins()  # so that it knows what kinds of panels there are
 
-    def made_of(dashboard):
-        return json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(dashboard)))
-
     dashboard = json.loads((DOCKER / "grafana/reducers.json").read_text())
-    assert lost(dashboard, made_of(dashboard)) == []
-    panel = dashboard["panels"][1]
-    panel["fieldConfig"]["defaults"]["units"] = panel["options"]["colourMode"] = "value"
-    assert lost(dashboard, made_of(dashboard)) == [
-        "/panels/1/fieldConfig/defaults/units",
-        "/panels/1/options/colourMode",
-    ]
+    dashboard["panels"][1]["options"]["colourMode"] = "value"  # misspelt
+    made = json.loads(encoder.JSONEncoder().encode(models.Dashboard.from_json(dashboard)))
+    known, ours = dict(leaves(made, "")), leaves(dashboard, "")
+    lost = [at for at, value in ours if value not in ({}, []) and known.get(at) != value]
+    assert lost == ["/panels/1/options/colourMode"]
 
 
 @pytest.mark.timeout(300)  # the client is large
@@ -170,60 +137,40 @@ def test_vertex():
     assert [pool.replica_count for pool in parsed.worker_pool_specs] == [1, 7, 8]
     commands = {tuple(pool.container_spec.command) for pool in parsed.worker_pool_specs}
     assert len(commands) == 1  # the roles differ, and nothing else
-    spec["workerPoolSpecs"][2]["machineSpecs"] = {}
-    with pytest.raises(json_format.ParseError, match="machineSpecs"):
-        json_format.ParseDict(spec, types.CustomJobSpec.pb()())
 
 
 @pytest.mark.timeout(300)  # the client is large
 @pytest.mark.filterwarnings("ignore")  # its own, about its dependencies
 def test_azure(tmp_path):
     client = pytest.importorskip("azure.ai.ml", reason="needs the extra `clouds`")
-    text = (DOCKER / "azureml/job.yml").read_text()
     (tmp_path / "src").mkdir()  # a user's own, whose existence the client checks
-    path = tmp_path / "job.yml"
-    path.write_text(text)
-    job = client.load_job(path)
+    job = client.load_job(shutil.copy(DOCKER / "azureml/job.yml", tmp_path))
     assert job.distribution.type == "pytorch"
     assert job.resources.instance_count == 4
-    path.write_text(text.replace("type: pytorch", "type: torch"))
-    errors = pytest.importorskip("marshmallow", reason="needs the extra `clouds`")
-    with pytest.raises(errors.ValidationError, match="'torch' passed is not in set"):
-        client.load_job(path)
 
 
 def test_slurm():
     subprocess.run(["bash", "-n", DOCKER / "slurm/train.sbatch"], check=True)
 
 
-# -- by what they have to agree on ----------------------------------------------------------------
-
-
-def test_every_pod_runs_without_rights():
-    assert len(pods()) == 5
-    for path, pod in pods():
+def test_every_pod_runs_without_rights_and_probes_ask_where_reducers_answer():
+    found = [(path, pod, *pod["containers"]) for path, pod in pods()]
+    assert [container["name"] for *_, container in found].count("reducer") == 3
+    assert len(found) == 5
+    for path, pod, container in found:
         assert pod["securityContext"]["runAsNonRoot"] is True, path
         assert pod["automountServiceAccountToken"] is False, path
-        (container,) = pod["containers"]
         if container["name"] == "reducer":
             rights = container["securityContext"]
             assert rights["readOnlyRootFilesystem"] is True, path
             assert rights["allowPrivilegeEscalation"] is False, path
             assert rights["capabilities"] == {"drop": ["ALL"]}, path
-
-
-def test_probes_ask_where_reducers_answer():
-    containers = [pod["containers"][0] for _, pod in pods()]
-    reducers = [container for container in containers if container["name"] == "reducer"]
-    assert len(reducers) == 3
-    for container in reducers:
-        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert f"--bind=tcp://0.0.0.0:{ports['data']}" in container["args"]
-        assert f"--http=0.0.0.0:{ports['http']}" in container["args"]
-        assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
-        assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
-        (keys,) = container["volumeMounts"]
-        assert f"--keys={keys['mountPath']}" in container["args"]
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            (keys,) = container["volumeMounts"]
+            given = [f"--bind=tcp://0.0.0.0:{ports['data']}", f"--http=0.0.0.0:{ports['http']}"]
+            assert {*given, f"--keys={keys['mountPath']}"} <= set(container["args"])
+            assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
+            assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
 
 
 def test_workers_of_a_jobset_know_its_reducers_and_the_trainers_job_its_runtime_by_name():
@@ -264,13 +211,11 @@ def test_kubernetes_has_the_alerts_that_prometheus_has():
 
 
 def test_compose_observes_its_reducers():
-    project = read("compose.yaml")
-    services = project["services"]
-    observers = {name for name, service in services.items() if "profiles" in service}
-    assert observers == {"prometheus", "grafana"}
+    services = read("compose.yaml")["services"]
+    observers = {name: service for name, service in services.items() if "profiles" in service}
+    assert set(observers) == {"prometheus", "grafana"}
     mounted = {}
-    for name in observers:
-        service = services[name]
+    for service in observers.values():
         assert service["profiles"] == ["observe"]
         assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
@@ -279,11 +224,9 @@ def test_compose_observes_its_reducers():
         for volume in service["volumes"]:
             source, target, rights = volume.split(":")
             assert rights == "ro"
-            assert (DOCKER / source).exists()
             mounted[target] = DOCKER / source
-    (option,) = (each for each in services["prometheus"]["command"] if "config.file" in each)
-    config = Path(option.partition("=")[2])
-    (scraped,) = read(mounted[str(config.parent)] / config.name)["scrape_configs"]
+    assert "--config.file=/etc/prometheus/prometheus.yaml" in services["prometheus"]["command"]
+    (scraped,) = read(mounted["/etc/prometheus"] / "prometheus.yaml")["scrape_configs"]
     (static,) = scraped["static_configs"]
     assert static["targets"] == [f"{name}:9090" for name in services if name.startswith("reducer")]
     provisioning = mounted["/etc/grafana/provisioning"]

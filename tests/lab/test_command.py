@@ -1,10 +1,7 @@
 """``python -m lab``: what it runs, prints and returns."""
 
-import signal
-import subprocess
 import sys
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
@@ -39,56 +36,26 @@ def test_a_command_runs_in_every_host(kind):
     assert done.returncode == 0
 
 
-def test_a_command_in_one_host_has_the_callers_streams(kind):
-    done = command("run", *kind, "--on", "1", "--", "sh", "-c", "cat; echo $LAB_INDEX", text="in ")
-    assert done.stdout == "in 1\n"
-
-
 @pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
-def test_the_status_is_the_first_failures(kind, script, status):
-    done = command("run", *kind, "--", "sh", "-c", f"[ $LAB_INDEX = 0 ] || {script}")
-    assert done.returncode == status
+def test_one_host_has_the_callers_streams_and_the_status_is_the_first_failures(
+    kind, script, status
+):
+    script = f"[ $LAB_INDEX = 0 ] || {{ cat; echo $LAB_INDEX; {script}; }}"
+    done = command("run", *kind, "--on", "1", "--", "sh", "-c", script, text="in ")
+    assert (done.stdout, done.returncode) == ("in 1\n", status)
+    assert command("run", *kind, "--", "sh", "-c", script).returncode == status
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--", "no-such-program"], "there is no program 'no-such-program'"),
-        (["--on", "2", "--", "true"], "--on 2: the hosts are 0 to 1"),
-    ],
-)
-def test_what_cannot_be_run_is_told_in_one_line(arguments, said):
-    done = command("run", "--loopback", *arguments)
-    assert done.stderr.startswith(f"lab: {said}")
-    assert done.stderr.count("\n") == 1
-    assert done.returncode == 1
-
-
-def test_a_dead_lab_is_shown_and_cleaned(namespaces):
-    with Lab(1) as lab:
+def test_a_dead_lab_is_shown_and_cleaned_and_a_living_one_spared(namespaces):
+    with Lab(1) as living, Lab(1) as lab:
+        spared, ended = (one.hosts[0].start(["sleep", "1000"]) for one in (living, lab))
         name = lab.hosts[0].name.partition("-")[0]
         own_keeper().kill()
         eventually(lambda: not claims.look(int(name.removeprefix("rlab")))[0])
         assert f"{name}  dead: remove it with `python -m lab clean`" in command("show").stdout
+        assert ended.poll() is None
         assert f"{name} removed" in command("clean").stdout.splitlines()
+        assert ended.wait(10) < 0
         assert name not in command("show").stdout.split()
-
-
-def test_an_interrupted_run_leaves_nothing(kind):
-    with subprocess.Popen(
-        [*COMMAND, "run", *kind, "--", "sh", "-c", "echo $LAB_NAME; exec sleep 1000"],
-        cwd=ROOT,
-        stdout=PIPE,
-        stderr=PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout
-        assert process.stderr
-        try:
-            name = process.stdout.readline().split()[1]
-            process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 130
-            assert process.stderr.read() == ""
-        finally:
-            process.kill()
-    assert not (Path("/run/netns") / name).exists()
+        assert living.hosts[0].name.partition("-")[0] in command("show").stdout.split()
+        assert spared.poll() is None

@@ -18,19 +18,13 @@ MBIT = 100
 WAIT_S = 60.0
 
 
-class Output:
-    """What a process on a host has said."""
-
-    def __init__(self, path):
-        self._path = path
-
-    def waits_for(self, pattern):
-        """Return the first match."""
-        deadline = time.monotonic() + WAIT_S
-        while (found := re.search(pattern, self._path.read_text())) is None:
-            assert time.monotonic() < deadline, self._path.read_text()
-            time.sleep(0.1)
-        return found[0]
+def waits_for(said, pattern):
+    """Return the first match in what a process has said."""
+    deadline = time.monotonic() + WAIT_S
+    while (found := re.search(pattern, said.read_text())) is None:
+        assert time.monotonic() < deadline, said.read_text()
+        time.sleep(0.1)
+    return found[0]
 
 
 @pytest.mark.extended("tests/integration/test_join.py")
@@ -46,7 +40,7 @@ def test_a_host_vanishes_and_another_one_joins(namespaces, tmp_path):
             with path.open("w") as file:
                 environment = {"PYTHONPATH": str(ROOT), **settings, **more}
                 host.start([sys.executable, *command], environment, file, file, cwd=ROOT)
-            return Output(path)
+            return path
 
         torchrun = ["-m", "torch.distributed.run", f"--nnodes={RANKS}", "--nproc-per-node=1"]
         torchrun += [f"--master-addr={nodes[0].address}", "--master-port=29500", "--max-restarts=0"]
@@ -54,10 +48,10 @@ def test_a_host_vanishes_and_another_one_joins(namespaces, tmp_path):
             start(node, [*torchrun, f"--node-rank={rank}", *EXAMPLE])
             for rank, node in enumerate(nodes)
         ]
-        said[0].waits_for(r"step \d+: .*ranks \(0, 1, 2\)")
+        waits_for(said[0], r"step \d+: .*ranks \(0, 1, 2\)")
         lab.link_down(nodes[2])
-        said[0].waits_for(r"step \d+: .*ranks \(0, 1\)")
+        waits_for(said[0], r"step \d+: .*ranks \(0, 1\)")
         said[2] = start(newcomer, EXAMPLE, REDUCTION_JOIN="1")
-        said[0].waits_for(r"step \d+: .*ranks \(0, 1, 3\)")
-        ends = {output.waits_for(r"ends with weights \w+") for output in said}
+        waits_for(said[0], r"step \d+: .*ranks \(0, 1, 3\)")
+        ends = {waits_for(output, r"ends with weights \w+") for output in said}
         assert len(ends) == 1

@@ -32,11 +32,11 @@ GROWN_S = 60.0  # at most until a window has grown
 
 
 @contextmanager
-def far_job(mbit=100, loss_percent=0):
+def far_job(loss_percent=0):
     """Two ranks and a reducer that are working."""
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
-    lab = Lab(WORKERS + 1, mbit, round_trip_ms=1000 * ROUND_TRIP_S, loss_percent=loss_percent)
+    lab = Lab(WORKERS + 1, 100, round_trip_ms=1000 * ROUND_TRIP_S, loss_percent=loss_percent)
     with lab:
         (reducer,) = pool.start(lab.hosts[WORKERS:])
         try:

@@ -5,12 +5,11 @@
 
 import shutil
 import subprocess
-import sys
-from subprocess import DEVNULL, PIPE
 
 import pytest
 
 from lab import Lab, packets
+from tests.lab.conftest import arrivals
 from torture import fault_cases, faults
 from torture.fault_cases import MBIT, REDUCERS, WORKERS, stage
 
@@ -88,57 +87,23 @@ def test_a_rank_whose_cable_is_pulled_is_named_in_time(scene):
 # -- the faults themselves ------------------------------------------------------------------------
 
 
-RECEIVE = """
-import socket, sys, time
-s = socket.socket(type=socket.SOCK_DGRAM)
-s.setsockopt(socket.SOL_SOCKET, 33, 1 << 23)  # SO_RCVBUFFORCE: the socket itself loses none
-s.bind(("", 5555))
-print(flush=True)
-sys.stdin.read()
-s.settimeout(0.1)
-n = 0
-try:
-    while s.recv(9): n += 1
-except TimeoutError:
-    print(n)
-"""
-SEND = """
-import socket, sys
-s = socket.socket(type=socket.SOCK_DGRAM)
-for _ in range(int(sys.argv[2])):
-    try: s.sendto(b"x", (sys.argv[1], 5555))
-    except PermissionError: pass
-"""
-
-
-def reaches(sender, receiver, lab, datagrams=1):
-    """Return how many of some datagrams arrive."""
-    python = [sys.executable, "-S", "-c"]
-    address = lab.hosts[receiver].address
-    with lab.hosts[receiver].start([*python, RECEIVE], stdin=PIPE, stdout=PIPE) as process:
-        process.stdout.readline()
-        # A send may be refused where the host's own rules drop the datagram.
-        send = [*python, SEND, address, str(datagrams)]
-        lab.hosts[sender].start(send, stderr=DEVNULL).wait(10)
-        return int(process.communicate(timeout=10)[0])
-
-
 @pytest.mark.parametrize(("way", "there", "back"), [("in", 1, 0), ("out", 0, 1), ("both", 0, 0)])
 def test_packets_are_lost_in_that_direction(network, way, there, back):
-    packets.part(network.hosts[0], network.hosts[1], way)
+    one, other, third = network.hosts[:3]
+    packets.part(one, other, way)
     try:
-        assert reaches(0, 1, network) == there
-        assert reaches(1, 0, network) == back
-        assert reaches(0, 2, network) == 1
+        found = [arrivals(one, other), arrivals(other, one), arrivals(one, third)]
     finally:
-        packets.heal(network.hosts[0])
-    assert reaches(0, 1, network) == 1
+        packets.heal(one)
+    assert found == [there, back, 1]
+    assert arrivals(one, other) == 1
 
 
 def test_so_many_percent_of_packets_are_lost(network):
-    packets.lose(network.hosts[0], 10)
+    one, other = network.hosts[:2]
+    packets.lose(one, 10)
     try:
-        for sender, receiver in ((0, 1), (1, 0)):
-            assert 800 <= reaches(sender, receiver, network, 1000) <= 980
+        for pair in ((one, other), (other, one)):
+            assert 800 <= arrivals(*pair, 1000) <= 980
     finally:
-        packets.heal(network.hosts[0])
+        packets.heal(one)

@@ -1,4 +1,4 @@
-"""Two nodes of four ranks: what their network cards carry, and how long it takes."""
+"""Two nodes of four ranks: what their network cards carry."""
 
 import sys
 
@@ -22,9 +22,7 @@ def test_a_nodes_card_carries_each_buffer_once():
         for mode, *figures in map(str.split, done.stdout.splitlines())
         if mode in {"flat", "hierarchical"}
     }
-    seconds, sent, received = found["hierarchical"]
+    _, sent, received = found["hierarchical"]
     assert 1.0 <= sent <= 1.05
     assert 1.0 <= received <= 1.05
-    flat_seconds, flat_sent, _ = found["flat"]
-    assert flat_sent > 4.0
-    assert flat_seconds >= 3.0 * seconds
+    assert found["flat"][1] > 4.0

@@ -29,29 +29,22 @@ test "$1" = -r && exec cp -r "$2" "{homes}/${{3%%:*}}/${{3#*:}}"
 END_S = 200.0
 
 
-class Machine:
-    """A host, a home, and shells there into which commands are pasted, in the checkout."""
-
-    def __init__(self, host, homes):
-        self._host = host
-        self._home = homes / host.name
-        self._home.mkdir()
-        self._path = os.pathsep.join(
-            [str(homes), str(Path(sys.executable).parent), os.environ["PATH"]]
+def start(host, homes, *steps):
+    """Paste commands into a shell of a host, in the checkout and with a home of its own."""
+    home = homes / host.name
+    home.mkdir(exist_ok=True)
+    pasted = home / "pasted"
+    pasted.write_text("".join(steps))
+    path = os.pathsep.join([str(homes), str(Path(sys.executable).parent), os.environ["PATH"]])
+    with pasted.open() as stdin:
+        return host.start(
+            ["bash", "-euo", "pipefail"],
+            env={"HOME": str(home), "PATH": path},
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
         )
-
-    def start(self, *steps):
-        pasted = self._home / "pasted"
-        pasted.write_text("".join(steps))
-        with pasted.open() as stdin:
-            return self._host.start(
-                ["bash", "-euo", "pipefail"],
-                env={"HOME": str(self._home), "PATH": self._path},
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-            )
 
 
 def said_by(shell):
@@ -70,12 +63,14 @@ def test_a_pool_with_keys_on_two_machines(namespaces, tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("REDUCTION_")]:
         monkeypatch.delenv(name)
     with Lab(hosts=2, mbit=1000) as lab:
-        alpha, beta = (Machine(host, tmp_path) for host in lab.hosts)
-        names = names.replace("alpha", lab.hosts[0].name).replace("beta", lab.hosts[1].name)
-        found = FINGERPRINT.findall(said_by(alpha.start(*alone, names, copy)))
+        alpha, beta = lab.hosts
+        (tmp_path / beta.name).mkdir()  # where keys are copied to
+        names = names.replace("alpha", alpha.name).replace("beta", beta.name)
+        found = FINGERPRINT.findall(said_by(start(alpha, tmp_path, *alone, names, copy)))
         assert sorted(reducers for *_, reducers in found) == ["1", "1", "2", "2", "2", "2"]
-        assert (tmp_path / lab.hosts[1].name / "keys" / "jobs" / "vision" / "job.secret").exists()
-        shells = [alpha.start(names, both, first, end), beta.start(names, both, second, end)]
+        assert (tmp_path / beta.name / "keys" / "jobs" / "vision" / "job.secret").exists()
+        shells = [start(alpha, tmp_path, names, both, first, end)]
+        shells.append(start(beta, tmp_path, names, both, second, end))
         said = [said_by(shell) for shell in shells]
     ends = [FINGERPRINT.findall(one) for one in said]
     assert [[(rank, reducers) for rank, _, _, reducers in one] for one in ends] == [

@@ -1,14 +1,17 @@
 """One side of a TCP transfer between two hosts, started by the tests in each.
 
-``serve BYTES`` prints the port, then the steady rate at which the bytes came, in bytes per second;
-``send ADDRESS PORT BYTES`` sends them; ``echo`` and ``ask ADDRESS PORT`` pass one line to and fro
-for every line of standard input.
+Who listens prints its port first. ``serve BYTES`` prints the steady rate, in bytes per second, at
+which what ``send ADDRESS PORT BYTES`` sends came; ``echo`` and ``ask ADDRESS PORT`` pass a line to
+and fro for every line of standard input, and ``ask`` prints what came, and after how many seconds;
+``count`` prints, when its standard input ends, how many datagrams of ``flood ADDRESS PORT COUNT``
+came.
 """
 # ruff: noqa: T201 - standard output is how it answers
 
 import socket
 import sys
 import time
+from contextlib import suppress
 
 BURST = 1_000_000  # what the shaper lets through at once is not counted, nor TCP's start
 
@@ -45,17 +48,34 @@ def echo():
 def ask(address, port):
     with socket.create_connection((address, port)) as connection:
         for line in sys.stdin:
+            start = time.monotonic()
             connection.sendall(line.encode())
-            print(connection.recv(100).decode(), end="", flush=True)
+            print(connection.recv(100).decode().strip(), time.monotonic() - start, flush=True)
+
+
+def count():
+    with socket.socket(type=socket.SOCK_DGRAM) as receiver:
+        # SO_RCVBUFFORCE: the socket itself loses none.
+        receiver.setsockopt(socket.SOL_SOCKET, 33, 1 << 23)
+        receiver.bind(("", 0))
+        print(receiver.getsockname()[1], flush=True)
+        sys.stdin.read()
+        receiver.settimeout(0.3)
+        came = 0
+        with suppress(TimeoutError):
+            while receiver.recv(9):
+                came += 1
+        print(came)
+
+
+def flood(address, port, datagrams):
+    with socket.socket(type=socket.SOCK_DGRAM) as sender:
+        for _ in range(datagrams):
+            with suppress(OSError):  # the host itself may drop it
+                sender.sendto(b"x", (address, port))
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case "serve", total:
-            serve(int(total))
-        case "send", address, port, total:
-            send(address, int(port), int(total))
-        case "ask", address, port:
-            ask(address, int(port))
-        case ["echo"]:
-            echo()
+    commands = {each.__name__: each for each in (serve, send, echo, ask, count, flood)}
+    name, *arguments = sys.argv[1:]
+    commands[name](*(int(word) if word.isdecimal() else word for word in arguments))

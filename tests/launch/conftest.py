@@ -43,29 +43,16 @@ def slurm(tmp_path_factory):
     (folder / "state").mkdir()
     controller, first, second = free_ports(3)
     settings = folder / "slurm.conf"
-    settings.write_text(
-        Path(__file__)
-        .with_name("slurm.conf")
-        .read_text()
-        .format(
-            host=socket.gethostname().partition(".")[0],
-            folder=folder,
-            controller=controller,
-            first=first,
-            second=second,
-        )
-    )
+    ports = {"controller": controller, "first": first, "second": second}
+    text = Path(__file__).with_name("slurm.conf").read_text()
+    host = socket.gethostname().partition(".")[0]
+    settings.write_text(text.format(host=host, folder=folder, **ports))
     environment = {"SLURM_CONF": str(settings)}
     commands = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
     with (folder / "log").open("wb") as log:
+        apart = {"stdout": log, "stderr": log, "start_new_session": True}
         daemons = [
-            subprocess.Popen(
-                command,
-                env=bare_environment(**environment),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            subprocess.Popen(command, env=bare_environment(**environment), **apart)
             for command in commands
         ]
         try:

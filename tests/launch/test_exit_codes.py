@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import reducer
-from tests.commands import REDUCER, run_command, run_here, serving
+from tests.commands import REDUCER, run_command, run_here
 from tests.launch.conftest import bare_environment
 
 WORKER = (sys.executable, "-c", "from worker_client.cli import main; main()")
@@ -62,46 +62,26 @@ def test_a_command_that_ends_by_itself(row, taken):
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.extended("test_the_doctor_is_ended[2-")
+@pytest.mark.extended("test_a_command_that_looks_is_ended[2-")
 def test_a_reducer_one_of_whose_threads_ends_ends():
     done = run_command(sys.executable, "-c", BROKEN, "serve", "--bind", "tcp://127.0.0.1:0")
     assert done.returncode == 1
 
 
-@pytest.mark.extended("test_the_doctor_is_ended[2-")
+@pytest.mark.extended_cases("15", "2-top")
+@pytest.mark.parametrize("command", ["doctor", "top"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_reducer_that_is_told_to_stop(number):
-    with serving() as (process, *_):
-        process.send_signal(number)
-        assert process.wait(30) == 0
-
-
-@pytest.mark.extended("test_the_doctor_is_ended[2-")
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)]
-)
-def test_top_is_ended(number, code):
-    command = [*REDUCER, "top", NOBODY, "--interval", "0.2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout
-        process.stdout.readline()  # it looks
-        process.send_signal(number)
-        assert process.wait(30) == code
-
-
-@pytest.mark.extended_cases("15")
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
-)
-def test_the_doctor_is_ended(number, code):
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # which the doctor waits for
+def test_a_command_that_looks_is_ended(command, number):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # which it waits for
         address = f"127.0.0.1:{silent.getsockname()[1]}"
+        argv = [*WORKER, "doctor"] if command == "doctor" else [*REDUCER, "top", address]
         environment = bare_environment(REDUCTION_SERVERS=address)
-        with subprocess.Popen([*WORKER, "doctor"], env=environment) as process:
+        with subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL) as process:
             connection, _ = silent.accept()
             with connection:
                 process.send_signal(number)
-                assert process.wait(30) == code
+                interrupted = 130 if command == "doctor" else 0
+                assert process.wait(30) == (interrupted if number == signal.SIGINT else -number)
 
 
 def test_the_page_names_every_code():

@@ -123,19 +123,13 @@ def test_all_lines_fit(job, tmp_path):
     assert [line for line in long if len(line.split()) > 1] == []
 
 
-@pytest.mark.extended_cases("no colour")
-@pytest.mark.parametrize("where", ["pipe", "no colour"])
-def test_the_doctor_says_the_same_words_in_colours_and_without(where):
+def test_the_doctor_says_the_same_words_in_colours_and_without():
     shown = at_terminal("worker-client doctor", REDUCTION_SERVERS=ILL)
     assert "\x1b[1;31mname does not resolve:" in shown
     assert "│" in shown
-    if where == "pipe":
-        command = [sys.executable, "-c", RUN, "worker-client doctor"]
-        done = run_command(*command, env=bare_environment(REDUCTION_SERVERS=ILL), timeout=60)
-        text = done.stdout
-        assert max(map(len, text.splitlines())) > COLUMNS  # each thing is one line, for grep
-    else:
-        text = at_terminal("worker-client doctor", REDUCTION_SERVERS=ILL, NO_COLOR="1")
+    command = [sys.executable, "-c", RUN, "worker-client doctor"]
+    text = run_command(*command, env=bare_environment(REDUCTION_SERVERS=ILL), timeout=60).stdout
+    assert max(map(len, text.splitlines())) > COLUMNS  # each thing is one line, for grep
     assert not re.search(r"[\x1b│]", text)
     words = re.sub(r"[╭╮╰╯─┬┴│├┤┼]", " ", plain(shown)).split()
     assert sorted(words) == sorted(text.split())

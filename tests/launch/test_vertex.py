@@ -1,15 +1,18 @@
-"""A whole job of Vertex AI: one command in every replica, told apart by CLUSTER_SPEC alone."""
+"""A job of Vertex AI: the command of docker/ in every replica, told apart by CLUSTER_SPEC alone."""
 
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from lab import Lab
 from tests.launch.conftest import ROOT, bare_environment
 from tests.launch.environments import spec
+from tests.pages import FINGERPRINT
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -23,16 +26,20 @@ if "RANK" not in os.environ:
     sys.exit(3)
 exec(open({str(ROOT / "examples" / "quickstart.py")!r}).read())
 """
-SAID = re.compile(r"rank (\d+): loss [0-9.e+-]+, weights ([0-9a-f]{16}), (\d+) reducers")
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_the_same_command_does_the_right_thing_in_every_pool(namespaces, tmp_path_factory):
-    script = tmp_path_factory.mktemp("vertex") / "train.py"
+    job = yaml.safe_load((ROOT / "docker/vertex/custom-job.yaml").read_text())
+    container = job["workerPoolSpecs"][0]["containerSpec"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+    program, *arguments, script_there = container["command"]
+    assert program == "worker-client"
+    script = tmp_path_factory.mktemp("vertex") / Path(script_there).name
     script.write_text(SCRIPT)
-    command = [sys.executable, "-c", "from worker_client.cli import main; main()", "launch"]
-    command += ["--", str(script), "--epochs", "5"]
+    command = [sys.executable, "-c", "from worker_client.cli import main; main()"]
+    command += [*arguments, str(script), "--epochs", "5"]
     with Lab(hosts=sum(SHAPE), mbit=1000) as lab:
         free = iter(lab.hosts)
         pools = [[next(free) for _ in range(size)] for size in SHAPE]
@@ -45,8 +52,7 @@ def test_the_same_command_does_the_right_thing_in_every_pool(namespaces, tmp_pat
             host = pools[pool][index]
             environment = bare_environment(
                 CLUSTER_SPEC=spec(cluster, f"workerpool{pool}", index, trial="1"),
-                # What the user's container has beside: nobody else is in the job's network.
-                REDUCTION_INSECURE="1",
+                **given,
                 GLOO_SOCKET_IFNAME="eth0",  # a lab's host does not resolve its own name
                 RES_OPTIONS="timeout:1 attempts:1",  # nor has it a name server for others
             )
@@ -59,10 +65,10 @@ def test_the_same_command_does_the_right_thing_in_every_pool(namespaces, tmp_pat
         [evaluator] = [start(3, 0)]
         said = "".join(worker.communicate(timeout=500)[0] for worker in workers)
         assert [worker.returncode for worker in workers] == [0] * len(workers), said
-        found = SAID.findall(said)
-        assert sorted(int(rank) for rank, _, _ in found) == [0, 1, 2], said
-        assert len({weights for _, weights, _ in found}) == 1
-        assert {reducers for _, _, reducers in found} == {"2"}
+        ranks, _, weights, servers = zip(*FINGERPRINT.findall(said), strict=True)
+        assert sorted(ranks) == ["0", "1", "2"], said
+        assert len(set(weights)) == 1
+        assert set(servers) == {"2"}
         evaluated = evaluator.communicate(timeout=60)[0]
         assert (evaluator.returncode, "evaluates --epochs 5" in evaluated) == (3, True), evaluated
         for reducer in reducers:  # as Vertex AI does when the primary has ended
