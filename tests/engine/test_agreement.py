@@ -104,17 +104,6 @@ def test_who_is_lost_is_heard_from_the_second_ping_after_an_agreement_on(network
     assert session.lost_ranks == {1}
 
 
-def test_calls_go_on_if_the_ranks_cannot_agree(network):
-    call(network)
-    for worker in network.workers:
-        error = LocalProtocolError("a failure")
-        actions = worker.session.calls.fail(worker.session.calls.question, error)
-        network.do(network.workers.index(worker), actions)
-    network.deliver_all()
-    assert all(worker.ended[2] is None for worker in network.workers)
-    assert largest_chunk(network) == SMALLEST_CHUNK
-
-
 def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network):
     call(network)
     session = network.workers[1].session

@@ -52,6 +52,14 @@ def ask(served, said, peer=PEER):
     return Header.unpack(answer.header), bytes(answer.payload)
 
 
+def answered(served, rank, peer=PEER):
+    """What a rank says to the challenge that its HELLO brings."""
+    header, body = ask(served, hello_of(rank), peer)
+    assert header.type is M.CHALLENGE
+    (again,) = rank.receive(0, header.pack(), body)
+    return again
+
+
 def refusal(answer):
     header, body = answer
     assert header.type is M.ERROR
@@ -89,9 +97,7 @@ def test_a_nonce_is_never_used_twice(served):
 
 
 def test_a_hello_that_was_heard_earlier_is_of_no_use(served):
-    rank = a_rank()
-    header, body = ask(served, hello_of(rank))
-    (again,) = rank.receive(0, header.pack(), body)
+    again = answered(served, a_rank())
     assert ask(served, again, OTHER)[0].type is M.CHALLENGE
     assert "whose secret" in refusal(ask(served, again, OTHER))
     assert served.engine.jobs == []
@@ -103,9 +109,7 @@ def test_a_hello_that_was_heard_earlier_is_of_no_use(served):
 
 def test_a_proof_for_another_reducer_is_of_no_use(served):
     elsewhere = Driven("plain", 0, 2, ("there:1",), 1 << 16, hosts={0: 0}, secret=SECRET)
-    header, body = ask(served, hello_of(elsewhere))
-    (again,) = elsewhere.receive(0, header.pack(), body)
-    assert "whose secret" in refusal(ask(served, again))
+    assert "whose secret" in refusal(ask(served, answered(served, elsewhere)))
 
 
 def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served):
@@ -121,28 +125,17 @@ def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served):
     assert ask(served, again)[0].type is M.WELCOME
 
 
-def _without(hello):
-    return replace(hello, auth="")
-
-
-def _guessed(hello):
-    return replace(hello, auth=hello.auth + "0" * 64)
-
-
-def _of_another_rank(hello):
-    return replace(hello, lane=1)
-
-
-@pytest.mark.parametrize("change", [_without, _guessed, _of_another_rank])
+@pytest.mark.parametrize("change", ["none", "guessed", "of another lane"])
 def test_a_wrong_proof_is_refused(served, change):
     rank = a_rank()
-    first = said = hello_of(rank)
-    if change is not _without:
-        header, body = ask(served, said)
-        (said,) = rank.receive(0, header.pack(), body)
-    if change is _guessed:
-        said = first
-    changed = encode(change(decode(Hello, bytes(said.payload))))
+    said = hello_of(rank) if change == "none" else answered(served, rank)
+    hello = decode(Hello, bytes(said.payload))
+    wrong = {
+        "none": {"auth": ""},
+        "guessed": {"auth": hello.auth[:32] + "0" * 64},
+        "of another lane": {"lane": 1},
+    }
+    changed = encode(replace(hello, **wrong[change]))
     assert "whose secret" in refusal(ask(served, Send(0, said.header, changed)))
     assert served.engine.counters.unauthenticated == 1
     assert served.engine.jobs == []
@@ -150,9 +143,7 @@ def test_a_wrong_proof_is_refused(served, change):
 
 def test_a_rank_with_another_secret_is_refused(served):
     rank = a_rank(secret=bytes(32))
-    header, body = ask(served, hello_of(rank))
-    (again,) = rank.receive(0, header.pack(), body)
-    answer = ask(served, again)
+    answer = ask(served, answered(served, rank))
     assert "whose secret" in refusal(answer)
     rank.receive(0, answer[0].pack(), answer[1])
     assert isinstance(rank.links[0].refusal, AuthError)

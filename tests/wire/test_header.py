@@ -58,12 +58,6 @@ def test_round_trip(header):
     assert Header.unpack(memoryview(bytearray(data))) == header
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_refused(data):
-    with pytest.raises(ReductionError):
-        Header.unpack(data)
-
-
 @given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_damaged_header_raises_nothing_else(header, at, flip):
     data = bytearray(header.pack())
@@ -82,9 +76,8 @@ def test_another_major_version_is_named():
 
 @pytest.mark.parametrize("length", [0, 5, 6, HEADER_BYTES - 1, HEADER_BYTES + 1])
 def test_other_lengths_are_refused(length):
-    data = (Header(MessageType.PING).pack() * 2)[:length]
     with pytest.raises(RemoteProtocolError, match="96 bytes"):
-        Header.unpack(data)
+        Header.unpack((Header(MessageType.PING).pack() * 2)[:length])
 
 
 def test_flags_of_no_agreed_feature_are_refused():
