@@ -35,6 +35,15 @@ def three(implementation):
 
 
 @pytest.fixture
+def bereft(three):
+    """The same, which has lost all of them with six chunks in progress."""
+    three.submit(operation(64 * 6), 0.0)
+    for link in range(3):
+        three.disconnected(link, "died")
+    return three
+
+
+@pytest.fixture
 def hosted(implementation):
     """Rank 0 of 2; rank 1 hosts the second reducer."""
     return joined(implementation, 0, 2, ("a:1", "b:2"), 4096, 64, hosts={1: 1})
@@ -202,25 +211,19 @@ def served_by(session, link, actions):
     return len(contributions)
 
 
-def test_the_first_that_answers_takes_the_place_of_the_last_one(three):
-    three.submit(operation(64 * 6), 0.0)
-    for link in range(3):
-        three.disconnected(link, "died")
-    told = join(three, 1, "another process")
+def test_the_first_that_answers_takes_the_place_of_the_last_one(bereft):
+    told = join(bereft, 1, "another process")
     assert (1, Loss(0, 0, stage=1)) in losses(told), "it would be waited for"
-    assert served_by(three, 1, told) == 6
+    assert served_by(bereft, 1, told) == 6
 
 
-def test_one_that_has_taken_all_keeps_it_in_the_next_stage(three):
-    three.submit(operation(64 * 6), 0.0)
-    for link in range(3):
-        three.disconnected(link, "died")
-    join(three, 1, "another process")
-    join(three, 0, "another process")
-    told = [action for lost in range(3) for action in hear_of(three, 1, lost, 1, "1")]
+def test_one_that_has_taken_all_keeps_it_in_the_next_stage(bereft):
+    join(bereft, 1, "another process")
+    join(bereft, 0, "another process")
+    told = [action for lost in range(3) for action in hear_of(bereft, 1, lost, 1, "1")]
     assert 1 not in resets(told)
     assert (1, Loss(0, 1, stage=1)) in losses(told)
-    assert three.failover.map.adopted == 1
+    assert bereft.failover.map.adopted == 1
 
 
 def test_others_give_nothing_to_a_process_that_came_in_the_place_of_one_they_have_lost(three):
@@ -231,25 +234,19 @@ def test_others_give_nothing_to_a_process_that_came_in_the_place_of_one_they_hav
     assert {link for link, _ in sent(told, M.CONTRIBUTION)} == {0, 2}
 
 
-def test_a_process_that_one_lane_leads_to_is_not_the_one_before(three):
-    three.submit(operation(64 * 6), 0.0)
-    for link in range(3):
-        three.disconnected(link, "died")
-    join(three, 0, "another process", lanes=(7,))
-    assert resets(hear_of(three, 0, 0, 0, "1", stage=1)) == []
+def test_a_process_that_one_lane_leads_to_is_not_the_one_before(bereft):
+    join(bereft, 0, "another process", lanes=(7,))
+    assert resets(hear_of(bereft, 0, 0, 0, "1", stage=1)) == []
 
 
-def test_a_reducer_that_others_may_have_gone_on_with_is_waited_for_a_little(three):
-    three.submit(operation(64 * 6), 0.0)
-    for link in range(3):
-        three.disconnected(link, "died")
-    join(three, 0, "another process")
-    hear_of(three, 0, 0, 0, "1", stage=1)  # the process before
-    assert three.failover.map.adopted == 1
+def test_a_reducer_that_others_may_have_gone_on_with_is_waited_for_a_little(bereft):
+    join(bereft, 0, "another process")
+    hear_of(bereft, 0, 0, 0, "1", stage=1)  # the process before
+    assert bereft.failover.map.adopted == 1
     for now in (1.0, 1.25):
-        assert losses(three.tick(now)) == []
-    assert (0, Loss(1, 0, stage=1)) in losses(three.tick(1.35))
-    assert three.failover.map.adopted == 0
+        assert losses(bereft.tick(now)) == []
+    assert (0, Loss(1, 0, stage=1)) in losses(bereft.tick(1.35))
+    assert bereft.failover.map.adopted == 0
 
 
 def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three):

@@ -55,7 +55,12 @@ def test_what_is_refused(two):
     assert isinstance(refusal(resume(reducer, b"1", ticket), b"1"), RemoteProtocolError)
     assert reducer.engine.newly_dropped() == [b"1"]
     assert isinstance(refusal(resume(reducer, b"0b", ticket), b"0"), RemoteProtocolError)
-    reducer.engine.unreachable(b"0")  # then its connection is given up
+    assert reducer.engine.newly_resumed() == []
+
+
+def test_a_connection_that_was_given_up(two):
+    reducer, ticket = two
+    reducer.engine.unreachable(b"0")
     assert isinstance(refusal(resume(reducer, b"x", ticket), b"x"), MembershipError)
     assert reducer.engine.newly_resumed() == []
 
@@ -110,9 +115,6 @@ def test_a_rank_that_others_ask_for(two):
     assert reducer.engine.contested() == []
     reducer.hello(0, peer=b"x", features=COMPILED_FEATURES)
     assert reducer.engine.contested() == [b"0"]
-
-
-# -- the worker -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

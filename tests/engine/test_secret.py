@@ -33,11 +33,11 @@ def proof(secret, word, header, hello, nonce):
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def served(request):
-    return Served(request.param, memory_limit=1 << 30, address=ADDRESS, secret=SECRET)
+    return Served(request.param, address=ADDRESS, secret=SECRET)
 
 
-def a_rank(secret=SECRET, rank=0):
-    return Driven("plain", rank, 2, (ADDRESS,), 1 << 16, hosts={0: 0}, secret=secret)
+def a_rank(secret=SECRET, address=ADDRESS, hosts=True):
+    return Driven("plain", 0, 2, (address,), 1 << 16, hosts={0: 0} if hosts else {}, secret=secret)
 
 
 def hello_of(rank):
@@ -107,11 +107,6 @@ def test_a_hello_that_was_heard_earlier_is_of_no_use(served):
     assert "whose secret" in refusal(ask(served, again))
 
 
-def test_a_proof_for_another_reducer_is_of_no_use(served):
-    elsewhere = Driven("plain", 0, 2, ("there:1",), 1 << 16, hosts={0: 0}, secret=SECRET)
-    assert "whose secret" in refusal(ask(served, answered(served, elsewhere)))
-
-
 def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served):
     rank = a_rank()
     said = hello_of(rank)
@@ -141,8 +136,9 @@ def test_a_wrong_proof_is_refused(served, change):
     assert served.engine.jobs == []
 
 
-def test_a_rank_with_another_secret_is_refused(served):
-    rank = a_rank(secret=bytes(32))
+@pytest.mark.parametrize("wrong", [{"secret": bytes(32)}, {"address": "there:1"}])
+def test_a_proof_by_another_secret_or_for_another_reducer_is_refused(served, wrong):
+    rank = a_rank(**wrong)
     answer = ask(served, answered(served, rank))
     assert "whose secret" in refusal(answer)
     rank.receive(0, answer[0].pack(), answer[1])
@@ -151,7 +147,7 @@ def test_a_rank_with_another_secret_is_refused(served):
 
 @pytest.mark.parametrize("secret", [b"", bytes(32)])
 def test_a_reducer_without_the_secret_is_refused(secret):
-    stranger = Served("plain", memory_limit=1 << 30, address=ADDRESS, secret=secret)
+    stranger = Served("plain", address=ADDRESS, secret=secret)
     rank = a_rank()
     header, body = ask(stranger, hello_of(rank))
     if secret:
@@ -168,8 +164,8 @@ def test_a_reducer_without_the_secret_is_refused(secret):
 
 
 def test_a_pool_asks_for_no_secret():
-    pool = Served("plain", memory_limit=1 << 30, address=ADDRESS)
-    rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16, secret=SECRET)
+    pool = Served("plain", address=ADDRESS)
+    rank = a_rank(hosts=False)
     said = hello_of(rank)
     assert json.loads(bytes(said.payload))["auth"] == ""
     header, body = ask(pool, said)
@@ -178,7 +174,7 @@ def test_a_pool_asks_for_no_secret():
 
 
 def test_who_knows_no_secret_answers_no_challenge():
-    rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16)
+    rank = a_rank(secret=b"", hosts=False)
     hello_of(rank)
     challenge = json.dumps({"nonce": "0" * 32}).encode()
     assert rank.receive(0, Header(M.CHALLENGE).pack(), challenge) == []

@@ -47,6 +47,14 @@ def test_only_a_large_all_reduce_is_measured_until_it_ends(implementation):
     assert windows[-1] > windows[0]
 
 
+def test_a_late_result_is_dropped(session):
+    mine = operation()
+    contributions = sent(session.submit(mine, 0.0), M.CONTRIBUTION)
+    error(session, 0, RankLostError("gone", rank=0), number(0))
+    assert result(session, *contributions[0]) == []
+    assert bytes(mine.view) == bytes(256)
+
+
 @pytest.mark.parametrize("change", [{"total_bytes": 512}, {"op": ReduceOp.MAX}, {"nbytes": 32}])
 def test_a_result_that_does_not_fit_is_an_error(lone, change):
     link, header = sent(lone.submit(operation(), 0.0), M.CONTRIBUTION)[0]
@@ -146,6 +154,10 @@ def test_a_refusal_is_kept(newcomer):
     assert newcomer.refusal is None
     error(newcomer, 0, MembershipError("no"))
     assert isinstance(newcomer.refusal, MembershipError)
+    newcomer.connected(0)
+    newcomer.receive(0, Header(M.RESULT).pack(), b"")  # before the WELCOME
+    assert isinstance(newcomer.refusal, RemoteProtocolError)
+    assert isinstance(errors(newcomer.submit(operation(), 0.0))[0], RemoteProtocolError)
     assert not newcomer.joined
 
 
@@ -275,11 +287,3 @@ def test_who_was_refused_asks_again(lone):
     assert Reset(0) not in lone.tick(0.5 * RETRY_S)
     assert Reset(0) in lone.tick(RETRY_S)
     assert Reset(0) not in lone.tick(2 * RETRY_S), "once"
-
-
-def test_a_result_before_the_welcome_refuses_the_reducer(newcomer):
-    newcomer.connected(0)
-    newcomer.receive(0, Header(M.RESULT).pack(), b"")
-    assert isinstance(newcomer.refusal, RemoteProtocolError)
-    (failure,) = errors(newcomer.submit(operation(), 0.0))
-    assert isinstance(failure, RemoteProtocolError)

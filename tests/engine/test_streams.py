@@ -2,12 +2,7 @@
 
 import pytest
 
-from reducer.engine.engine import AWAY_S
-from reducer.errors import (
-    AuthError,
-    ReductionError,
-    RemoteProtocolError,
-)
+from reducer.errors import AuthError, ReductionError, RemoteProtocolError
 from reducer.wire import authentication
 from reducer.wire.constants import MAX_STREAMS, Feature
 from reducer.wire.header import Header
@@ -15,7 +10,7 @@ from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
 from tests.engine import driven
 from tests.engine.driven import Driven, joined
 from tests.engine.transcripts import transcripts
-from tests.engine.words import WINDOW, M, Reducer, kinds, lost_rank, number, told
+from tests.engine.words import WINDOW, M, Reducer, kinds, number, told
 from worker_client.protocol.flight import AddStreams, Reset
 from worker_client.protocol.joining import auto_streams
 
@@ -50,40 +45,6 @@ def two(implementation):
     ticket = join(reducer, 0)
     join(reducer, 1)
     return reducer, ticket
-
-
-@pytest.mark.parametrize("first_too", [False, True])
-def test_who_loses_one_stream_has_lost_the_link(two, first_too):
-    reducer, ticket = two
-    stream(reducer, b"0b", ticket)
-    reducer.contribute(1, 1)
-    assert reducer.engine.unreachable(b"0b") == []
-    (job,) = reducer.engine.jobs
-    reducer.now += AWAY_S + job.patience_s - 0.1
-    assert reducer.tick() == [], "a GOODBYE may be on its way over the other one"
-    if first_too:
-        reducer.engine.unreachable(b"0")
-        reducer.now += 0.09
-        assert reducer.tick() == []
-    reducer.now += 0.11
-    assert lost_rank(reducer.tick(), b"1") == 0
-    assert reducer.engine.unreachable(b"0") == [], "it is no member any more"
-
-
-@pytest.mark.parametrize("died", [False, True])
-def test_at_the_end_a_further_stream_that_ends_first_makes_nobody_lost(two, died):
-    reducer, ticket = two
-    stream(reducer, b"0b", ticket)
-    reducer.engine.drain()
-    reducer.engine.close()
-    assert reducer.engine.unreachable(b"0b") == []
-    if died:
-        reducer.engine.unreachable(b"0")
-    else:
-        assert reducer.say(0, M.GOODBYE, (1 << 64) - 1) == []
-    (job,) = reducer.engine.jobs
-    assert job.farewells == (set() if died else {0})
-    assert job.members.keys() == {1}
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -238,6 +199,26 @@ Who breaks the protocol does so with all streams
     0 CONTRIBUTION 2
     0@0b CONTRIBUTION 2
     counters ignored=2
+
+Who loses one stream has lost the link
+    each then: unreachable 0 | dropped
+    1 CONTRIBUTION 1
+    unreachable 0b
+    later AWAY_S+PATIENCE_MS/1000-0.1           # a GOODBYE may be on its way over the other one
+    $then
+    later 0.09
+    later 0.02 -> 1 RankLostError rank=0
+    unreachable 0                               # it is no member any more
+
+At the end a further stream that ends first makes nobody lost
+    each then: 0 GOODBYE -> 1 RankLostError text="rank 0 left the job"
+        | unreachable 0 -> 1 RankLostError rank=0 says=died
+    1 CONTRIBUTION 1
+    drain -> 0 1 GOODBYE
+    close
+    unreachable 0b
+    $then
+    jobs job=1
 
 A rank that dies is not waited for any longer
     1 CONTRIBUTION 1

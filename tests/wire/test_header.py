@@ -15,27 +15,10 @@ def unsigned(bits):
     return st.integers(0, (1 << bits) - 1)
 
 
-HEADERS = st.builds(
-    Header,
-    flags=st.just(0),
-    type=st.sampled_from(MessageType),
-    job=unsigned(64),
-    generation=unsigned(32),
-    epoch=unsigned(32),
-    sequence=unsigned(64),
-    watermark=unsigned(64),
-    total_bytes=unsigned(64),
-    offset=unsigned(64),
-    nbytes=unsigned(32),
-    rank=unsigned(32),
-    dtype=unsigned(8),
-    op=unsigned(8),
-    wire_dtype=unsigned(8),
-    since=unsigned(32),
-    tag=unsigned(64),
-    window=unsigned(64),
-    history=unsigned(64),
-)
+NUMBERS = dict.fromkeys(Header._fields[2:], unsigned(64))
+NUMBERS |= dict.fromkeys(("generation", "epoch", "nbytes", "rank", "since"), unsigned(32))
+NUMBERS |= dict.fromkeys(("dtype", "op", "wire_dtype"), unsigned(8))
+HEADERS = st.builds(Header, flags=st.just(0), type=st.sampled_from(MessageType), **NUMBERS)
 CHUNK = Header(
     MessageType.CONTRIBUTION,
     sequence=3,
