@@ -34,7 +34,7 @@ FUZZED = ["sanitize SANITIZE=--short", "fuzz FUZZ_SECONDS=5"]
         (
             "worker_client/protocol/session.py",
             ["test-extended SELECT='-m extended tests/torture/test_guarantee.py"],
-            ["test-extended SELECT='-m extended tests/engine tests/sim tests/worker_client'"],
+            ["test-extended SELECT='-m extended tests/sim tests/worker_client'"],
         ),
         (
             "reducer/runtime/loop.c",

@@ -33,14 +33,12 @@ class Driven:
 
 
 def join(session, index, incarnation="1", round_trip_s=0.0, **said):
-    """Have a reducer welcome a session."""
     (hello,) = session.session.connected(index, round_trip_s)
     welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window).pack()
     return session.receive(index, welcome, encode(Welcome(incarnation=incarnation, **said)))
 
 
 def joined(implementation, *given, incarnation="1", **others):
-    """A session that all its reducers have welcomed."""
     session = Driven(implementation, *given, **others)
     for link in session.links:
         join(session, link.index, incarnation)

@@ -1,9 +1,6 @@
 """Results that ranks hold from a reducer that is lost: claims, questions, answers."""
 
-import pytest
-
 from tests.engine.transcripts import transcripts
-from tests.engine.words import M, kinds, with_ranks
 
 test_rules = transcripts("""
 A rank that holds the result is asked and the others get it
@@ -116,15 +113,3 @@ Stragglers are named
     1 CONTRIBUTION -> 0 1 2 RESULT
     0 STRAGGLERS 0
 """)
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
-def test_claims_and_contributions_come_in_any_order(implementation, order):
-    reducer = with_ranks(implementation, 3)
-    says = {0: reducer.retain, 1: reducer.contribute, 2: reducer.retain}
-    assert [says[rank](rank) for rank in order[:-1]] == [[], []]
-    (asked,) = says[order[-1]](order[-1])
-    assert kinds([asked]) == [M.RETAINED]
-    assert asked.peer in {b"0", b"2"}
-    sends = reducer.retain(int(asked.peer), payload=bytes(64))
-    assert [send.peer for send in sends] == [b"1"]

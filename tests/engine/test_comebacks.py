@@ -37,6 +37,14 @@ Who waits for a rank that came back without its rounds is told when it goes for 
     unreachable 1
     time 5.0+AWAY_S -> 0 RankLostError rank=1
 
+A rank that comes back may have finished what the others have, too
+    0 1 CONTRIBUTION 5 watermark=5 -> 0 1 RESULT
+    0 CONTRIBUTION 6 watermark=6
+    unreachable 1
+    rounds 5 6
+    1 HELLO watermark=6 -> 1 WELCOME
+    rounds 6
+
 What a rank gave before it came back is dropped
     ranks 3
     0 1 CONTRIBUTION

@@ -66,9 +66,6 @@ A reducer announces only what the worker has
 )
 
 
-# -- the worker -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def far(implementation):
     """Makes rank 0 of 2, with a reducer that is so far away and has allowed 16 MiB."""

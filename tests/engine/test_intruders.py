@@ -2,11 +2,10 @@
 
 from reducer.engine.engine import MAX_DROPPED, MAX_LINES, REFUSALS_S
 from reducer.engine.jobs import MAX_GIVEN_UP
-from reducer.engine.limits import Limits
 from reducer.errors import CapacityError, ReducerLostError, RemoteProtocolError
 from reducer.wire.messages import encode_error
 from tests.engine.transcripts import transcripts
-from tests.engine.words import M, Reducer, kinds, told, two_chunks
+from tests.engine.words import M, Reducer, kinds, told
 
 
 def test_errors_that_are_kept_hold_no_payload(reducer):
@@ -35,15 +34,6 @@ def test_dropped_peers_are_not_remembered_for_ever(reducer):
     assert len(reducer.engine.dropped) == MAX_DROPPED
 
 
-def test_a_full_reducer_takes_a_later_generation(implementation):
-    reducer = Reducer(implementation)
-    reducer.hello(0)
-    (job,) = reducer.engine.jobs
-    reducer = Reducer(implementation, job.reserved, Limits(max_jobs=1))
-    reducer.hello(0)
-    assert kinds(reducer.hello(0, peer=b"new", generation=1))[0] is M.WELCOME
-
-
 def test_records_count_as_memory(implementation):
     reducer = Reducer(implementation, memory_limit=20 << 10)
     reducer.hello(0, world_size=1, window=0, chunk_bytes=64)
@@ -68,7 +58,8 @@ def test_records_of_a_failed_round_are_given_back(reducer):
     (job,) = reducer.engine.jobs
     taken = []
     for sequence in (0, 2):
-        two_chunks(reducer, 0, 0, 64, sequence=sequence, watermark=sequence)
+        for offset in (0, 64):
+            reducer.contribute(0, sequence, watermark=sequence, total_bytes=128, offset=offset)
         reducer.say(0, M.ABORT, sequence, encode_error(ReducerLostError("gone", reducer="x")))
         reducer.contribute_both(sequence + 1, watermark=sequence + 1)
         taken.append(job.rounds.taken())
@@ -101,6 +92,12 @@ A HELLO that is refused ends no earlier generation
     1@y HELLO generation=9 claims=job world_size=1 -> y RemoteProtocolError
     1@z HELLO generation=9 claims=job window=1<<60 -> z CapacityError
     0 1 CONTRIBUTION -> 0 1 RESULT
+
+A full reducer takes a later generation
+    new memory_limit=3*(WINDOW+(1<<20)) max_jobs=1
+    0 HELLO -> 0 WELCOME
+    0@other HELLO job=other -> other CapacityError
+    0@new HELLO generation=1 -> 0 StaleGenerationError, new WELCOME
 
 A rank that contradicts itself is named
     0 CONTRIBUTION total_bytes=128
@@ -155,10 +152,6 @@ A result says what it is of and nothing of a worker
         -> 0 1 RESULT job=JOB sequence=5 total_bytes=64 nbytes=64 offset=0 dtype=DType.FLOAT32
         op=ReduceOp.SUM wire_dtype=DType.FLOAT32 tag=7 watermark=4 rank=0 generation=0 epoch=0
         since=0 history=0 window=0 flags=0
-
-A worker sends no results
-    0 CONTRIBUTION
-    1 CONTRIBUTION type=M.RESULT -> 1 RemoteProtocolError, 0 RankLostError rank=1
 
 Who breaks the protocol is told once
     0 WELCOME 0 -> 0 RemoteProtocolError

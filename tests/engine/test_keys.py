@@ -2,10 +2,7 @@
 
 import pytest
 
-from reducer.errors import (
-    AuthError,
-    RemoteProtocolError,
-)
+from reducer.errors import AuthError, RemoteProtocolError
 from reducer.wire.header import fingerprint
 from tests.engine.driven import Driven, error, errors, operation, sent
 from tests.engine.transcripts import transcripts
@@ -93,11 +90,6 @@ A contest keeps its key
     unreachable 0 -> again WELCOME
     allow key-1=job
     allow -> again AuthError
-
-A rank that another holds
-    0 1 HELLO key=key-1 -> 0 1 WELCOME
-    1@twin HELLO key=key-1 -> 1 PING
-    later 10 -> twin DuplicateRankError
 """,
     GUARDED,
 )
@@ -113,22 +105,13 @@ def test_a_name_with_another_ones_fingerprint_is_refused(implementation, monkeyp
     assert "not the one that the body names" in str(found)
 
 
-# -- the worker's side ----------------------------------------------------------------------------
-
-
-def test_a_worker_without_the_right_key_does_not_join(newcomer):
-    why = AuthError("wrong key")
-    assert newcomer.refused(0, why) == []
-    assert newcomer.session.refusal is why
-    assert not newcomer.session.joined
-
-
 @pytest.mark.parametrize("refused", [1, 2])
 def test_who_begins_without_all_waits_for_those_that_admit_it(implementation, refused):
     newcomer = Driven(implementation, 0, 1, ("a:1", "b:2"), 4096, patience_s=1.0)
     for index in range(refused):
-        newcomer.refused(index, AuthError("wrong key"))
+        assert newcomer.refused(index, AuthError("wrong key")) == []
     assert isinstance(newcomer.session.refusal, AuthError) == (refused == 2)
+    assert not newcomer.session.joined
 
 
 def test_calls_end_with_why_the_only_reducer_is_closed(lone):

@@ -2,32 +2,19 @@
 
 import mmap
 
-import numpy as np
 import pytest
 
 from reducer.errors import RankLostError
 from reducer.wire.constants import MAX_CHUNK_BYTES, DType, ReduceOp
-from reducer.wire.header import Header
-from reducer.wire.layout import shards
 from tests.engine.driven import operation
 from tests.engine.network import connected
-from tests.engine.words import Reducer
+from tests.engine.transcripts import transcripts
 from tests.worker_client.flights import answer, header_of, opened, submit
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
 
 ELEMENTS = (1 << 31) + 1
 LARGE = [pytest.param(ELEMENTS, id="2^31+1 elements"), pytest.param(5 << 30, id="5 GiB")]
-
-
-@pytest.mark.parametrize("total", [ELEMENTS, 4 * ELEMENTS, 5 << 30])
-@pytest.mark.parametrize("reducers", [1, 3, 64])
-def test_shards_of_a_large_buffer(total, reducers):
-    cut = shards(total, [1] * reducers, sequence=0)
-    bounds = [0, *(shard.end for shard in cut)]
-    assert [shard.start for shard in cut] == bounds[:-1]
-    assert bounds[-1] == total
-    assert max(np.diff(bounds)) - min(np.diff(bounds)) < 128
 
 
 @pytest.mark.parametrize("total", LARGE)
@@ -56,32 +43,6 @@ def test_a_flight_with_a_large_buffer(implementation, total, tmp_path):
     assert memory[begin - 64 : begin] == bytes(64)
 
 
-@pytest.mark.parametrize("total", LARGE)
-def test_a_slot_at_the_end_of_a_large_buffer(implementation, total):
-    reducer = Reducer(implementation)
-    for rank in range(2):
-        reducer.hello(rank)
-    results = [
-        send
-        for rank in range(2)
-        for offset in (0, (total - 5) // 64 * 64)
-        for send in reducer.contribute(
-            rank,
-            offset=offset,
-            total_bytes=total,
-            dtype=DType.UINT8,
-            wire_dtype=DType.UINT8,
-            payload=bytes([rank + 1]) * min(64, total - offset),
-            nbytes=min(64, total - offset),
-        )
-    ]
-    found = [Header.unpack(send.header) for send in results]
-    assert {header.offset for header in found} == {0, (total - 5) // 64 * 64}
-    assert all(header.total_bytes == total for header in found)
-    assert len(results) == 4
-    assert all(set(bytes(send.payload)) == {3} for send in results)
-
-
 @pytest.mark.parametrize("world_size", [64, 65, 129])
 def test_a_job_of_many_ranks(implementation, world_size):
     network = connected(world_size, 2, 64, 4096, implementation)
@@ -102,3 +63,14 @@ def test_a_job_of_many_ranks(implementation, world_size):
     for worker in network.workers[:-1]:
         assert isinstance(worker.ended[1], RankLostError)
         assert worker.ended[1].rank == world_size - 1
+
+
+test_slots = transcripts("""
+A slot at the end of a large buffer
+    each total: (1<<31)+1 | 5<<30
+    each at: 0 | ($total-5)//64*64
+    0 CONTRIBUTION total_bytes=$total offset=$at dtype=DType.UINT8 wire_dtype=DType.UINT8
+        payload="b'1'*64"
+    1 CONTRIBUTION total_bytes=$total offset=$at dtype=DType.UINT8 wire_dtype=DType.UINT8
+        payload="b'2'*64" -> 0 1 RESULT total_bytes=$total offset=$at payload="b'c'*64"
+""")

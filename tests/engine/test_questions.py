@@ -2,13 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from tests.engine.transcripts import transcripts
 from tests.engine.words import number
 from worker_client.protocol.agreement import EVERY, OFTEN_S, Agreement
-from worker_client.protocol.lifecycle import FIRST_PLACE
 
 test_what_is_declined = transcripts("""
 A question that a rank of its epoch does not ask is declined
@@ -92,8 +90,3 @@ def test_a_pause_makes_a_rank_ask_at_once():
     assert not agreement.due(number(1000))
     agreement.called(1000, 1.0 + 2 * OFTEN_S)
     assert agreement.due(number(1000))
-
-
-def test_places_of_a_call():
-    assert (number(0, 0), number(0), FIRST_PLACE) == (0, 1, 1)
-    assert np.diff([number(call) for call in range(5)]).tolist() == [128] * 4

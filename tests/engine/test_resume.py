@@ -26,10 +26,10 @@ def resume(reducer, peer, ticket, number=0, *, key="", auth="", attempt=0):
 
 @pytest.fixture
 def two():
-    return two_ranks()
+    return two_ranks(b"")
 
 
-def two_ranks(secret=b""):
+def two_ranks(secret):
     """A reducer of two ranks, and the ticket of rank 0, which has a stream."""
     reducer = Reducer("plain", secret=secret)
     ticket = join(reducer, 0, features=COMPILED_FEATURES)
@@ -45,11 +45,6 @@ def test_who_asks_for_it_may(two):
     assert resume(reducer, b"x", ticket) == resume(reducer, b"y", ticket, 1) == []
     assert reducer.engine.newly_resumed() == [(b"0", b"x", 77), (b"0b", b"y", 77)]
     assert reducer.engine.newly_resumed() == reducer.engine.newly_resumable() == []
-
-
-def test_a_worker_that_has_one_connection_gets_a_ticket_as_well():
-    ticket = join(Reducer("plain"), 0, features=Feature.RESUME)
-    assert len(ticket) == len(TICKET)
 
 
 def test_what_is_refused(two):
@@ -73,7 +68,7 @@ def test_a_connection_that_was_given_up(two):
 def test_who_goes_on_shows_the_key_of_the_link():
     reducer = Reducer("plain")
     reducer.engine.allow(TWO_KEYS)
-    ticket = join(reducer, 0, "key-1", features=COMPILED_FEATURES)
+    ticket = join(reducer, 0, "key-1", features=Feature.RESUME)  # and has no further stream
     assert isinstance(refusal(resume(reducer, b"x", ticket, key="key-2"), b"x"), AuthError)
     assert resume(reducer, b"y", ticket, key="key-1") == []
 
@@ -120,9 +115,6 @@ def test_a_rank_that_others_ask_for(two):
     assert reducer.engine.contested() == []
     reducer.hello(0, peer=b"x", features=COMPILED_FEATURES)
     assert reducer.engine.contested() == [b"0"]
-
-
-# -- the worker -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

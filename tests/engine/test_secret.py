@@ -33,11 +33,11 @@ def proof(secret, word, header, hello, nonce):
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def served(request):
-    return Served(request.param, memory_limit=1 << 30, address=ADDRESS, secret=SECRET)
+    return Served(request.param, address=ADDRESS, secret=SECRET)
 
 
-def a_rank(secret=SECRET, rank=0):
-    return Driven("plain", rank, 2, (ADDRESS,), 1 << 16, hosts={0: 0}, secret=secret)
+def a_rank(secret=SECRET, address=ADDRESS, hosts=True):
+    return Driven("plain", 0, 2, (address,), 1 << 16, hosts={0: 0} if hosts else {}, secret=secret)
 
 
 def hello_of(rank):
@@ -50,6 +50,14 @@ def ask(served, said, peer=PEER):
     (answer,) = served.receive(peer, said.header, bytes(said.payload))
     assert answer.peer == peer
     return Header.unpack(answer.header), bytes(answer.payload)
+
+
+def answered(served, rank, peer=PEER):
+    """What a rank says to the challenge that its HELLO brings."""
+    header, body = ask(served, hello_of(rank), peer)
+    assert header.type is M.CHALLENGE
+    (again,) = rank.receive(0, header.pack(), body)
+    return again
 
 
 def refusal(answer):
@@ -89,22 +97,13 @@ def test_a_nonce_is_never_used_twice(served):
 
 
 def test_a_hello_that_was_heard_earlier_is_of_no_use(served):
-    rank = a_rank()
-    header, body = ask(served, hello_of(rank))
-    (again,) = rank.receive(0, header.pack(), body)
+    again = answered(served, a_rank())
     assert ask(served, again, OTHER)[0].type is M.CHALLENGE
     assert "whose secret" in refusal(ask(served, again, OTHER))
     assert served.engine.jobs == []
     assert ask(served, again)[0].type is M.WELCOME
     served.engine.unreachable(PEER)
     assert ask(served, again)[0].type is M.CHALLENGE, "of a peer that calls itself the same"
-    assert "whose secret" in refusal(ask(served, again))
-
-
-def test_a_proof_for_another_reducer_is_of_no_use(served):
-    elsewhere = Driven("plain", 0, 2, ("there:1",), 1 << 16, hosts={0: 0}, secret=SECRET)
-    header, body = ask(served, hello_of(elsewhere))
-    (again,) = elsewhere.receive(0, header.pack(), body)
     assert "whose secret" in refusal(ask(served, again))
 
 
@@ -121,38 +120,26 @@ def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served):
     assert ask(served, again)[0].type is M.WELCOME
 
 
-def _without(hello):
-    return replace(hello, auth="")
-
-
-def _guessed(hello):
-    return replace(hello, auth=hello.auth + "0" * 64)
-
-
-def _of_another_rank(hello):
-    return replace(hello, lane=1)
-
-
-@pytest.mark.parametrize("change", [_without, _guessed, _of_another_rank])
+@pytest.mark.parametrize("change", ["none", "guessed", "of another lane"])
 def test_a_wrong_proof_is_refused(served, change):
     rank = a_rank()
-    first = said = hello_of(rank)
-    if change is not _without:
-        header, body = ask(served, said)
-        (said,) = rank.receive(0, header.pack(), body)
-    if change is _guessed:
-        said = first
-    changed = encode(change(decode(Hello, bytes(said.payload))))
+    said = hello_of(rank) if change == "none" else answered(served, rank)
+    hello = decode(Hello, bytes(said.payload))
+    wrong = {
+        "none": {"auth": ""},
+        "guessed": {"auth": hello.auth[:32] + "0" * 64},
+        "of another lane": {"lane": 1},
+    }
+    changed = encode(replace(hello, **wrong[change]))
     assert "whose secret" in refusal(ask(served, Send(0, said.header, changed)))
     assert served.engine.counters.unauthenticated == 1
     assert served.engine.jobs == []
 
 
-def test_a_rank_with_another_secret_is_refused(served):
-    rank = a_rank(secret=bytes(32))
-    header, body = ask(served, hello_of(rank))
-    (again,) = rank.receive(0, header.pack(), body)
-    answer = ask(served, again)
+@pytest.mark.parametrize("wrong", [{"secret": bytes(32)}, {"address": "there:1"}])
+def test_a_proof_by_another_secret_or_for_another_reducer_is_refused(served, wrong):
+    rank = a_rank(**wrong)
+    answer = ask(served, answered(served, rank))
     assert "whose secret" in refusal(answer)
     rank.receive(0, answer[0].pack(), answer[1])
     assert isinstance(rank.links[0].refusal, AuthError)
@@ -160,7 +147,7 @@ def test_a_rank_with_another_secret_is_refused(served):
 
 @pytest.mark.parametrize("secret", [b"", bytes(32)])
 def test_a_reducer_without_the_secret_is_refused(secret):
-    stranger = Served("plain", memory_limit=1 << 30, address=ADDRESS, secret=secret)
+    stranger = Served("plain", address=ADDRESS, secret=secret)
     rank = a_rank()
     header, body = ask(stranger, hello_of(rank))
     if secret:
@@ -177,8 +164,8 @@ def test_a_reducer_without_the_secret_is_refused(secret):
 
 
 def test_a_pool_asks_for_no_secret():
-    pool = Served("plain", memory_limit=1 << 30, address=ADDRESS)
-    rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16, secret=SECRET)
+    pool = Served("plain", address=ADDRESS)
+    rank = a_rank(hosts=False)
     said = hello_of(rank)
     assert json.loads(bytes(said.payload))["auth"] == ""
     header, body = ask(pool, said)
@@ -187,7 +174,7 @@ def test_a_pool_asks_for_no_secret():
 
 
 def test_who_knows_no_secret_answers_no_challenge():
-    rank = Driven("plain", 0, 2, (ADDRESS,), 1 << 16)
+    rank = a_rank(secret=b"", hosts=False)
     hello_of(rank)
     challenge = json.dumps({"nonce": "0" * 32}).encode()
     assert rank.receive(0, Header(M.CHALLENGE).pack(), challenge) == []

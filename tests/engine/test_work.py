@@ -4,12 +4,11 @@ import sys
 
 import pytest
 
-from reducer.engine.limits import Limits
 from reducer.errors import ReducerLostError
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.messages import encode_error
 from tests.engine.transcripts import transcripts
-from tests.engine.words import TWO_KEYS, M, Reducer, kinds, number, told, with_ranks
+from tests.engine.words import M, kinds, number, with_ranks
 
 FEW, MANY = 20, 400
 CALLED_OFF = encode_error(ReducerLostError("gone", reducer="x"))
@@ -48,19 +47,13 @@ def with_open(implementation, rounds):
     return reducer
 
 
-def advance(reducer, rounds):
-    """Have a rank finish one call and begin another."""
-    return work(lambda: reducer.contribute(0, number(rounds), watermark=number(1)))
+@pytest.mark.parametrize("passed", [0, 1])  # a call is begun, or one is finished as well
+def test_a_message_costs_the_same_however_many_rounds_are_open(implementation, passed):
+    def cost(rounds):
+        reducer = with_open(implementation, rounds)
+        return work(lambda: reducer.contribute(0, number(rounds), watermark=passed * number(1)))
 
-
-def begin(reducer, rounds):
-    """Have a rank begin a call."""
-    return work(lambda: reducer.contribute(0, number(rounds)))
-
-
-@pytest.mark.parametrize("act", [advance, begin])
-def test_a_message_costs_the_same_however_many_rounds_are_open(implementation, act):
-    assert grows_little(lambda rounds: act(with_open(implementation, rounds), rounds))
+    assert grows_little(cost)
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -92,28 +85,6 @@ def test_rounds_are_forgotten_in_any_order_of_opening(implementation):
         assert {each for each in reducer.rounds() if each < number(150)} == left
 
 
-def test_the_rounds_of_a_keys_jobs_count_together(implementation):
-    reducer = Reducer(implementation, limits=Limits(max_rounds=100))
-    reducer.engine.allow(TWO_KEYS)
-    for name, key in (("one", "key-1"), ("two", "key-1"), ("three", "key-2")):
-        assert kinds(reducer.hello(0, key, name.encode(), job=name)) == [M.WELCOME]
-    one, two, three = reducer.engine.jobs
-
-    def begin(job, call):
-        (member,) = job.members.values()
-        return reducer.contribute(0, number(call), job=job.key, payload=bytes(64), peer=member.peer)
-
-    for call in range(60):
-        assert begin(one, call) == []
-    for call in range(40):
-        assert begin(two, call) == []
-    for job in (one, two):
-        (error,) = told(begin(job, 70)).values()
-        assert error.limit == "max_rounds"
-    for call in range(100):
-        assert begin(three, call) == [], "another key has its own"
-
-
 test_limits = transcripts("""
 A job has so many rounds and no more
     ranks 2 max_rounds=1500 window=16<<20
@@ -125,6 +96,18 @@ A job has so many rounds and no more
     0 CONTRIBUTION number(1) watermark=number(1)
     1 CONTRIBUTION number(1) watermark=number(1) -> 0 1 RESULT
     0 CONTRIBUTION number(1500)
+
+The rounds of a key's jobs count together
+    new max_rounds=100
+    allow key-1=* key-2=*
+    0@one HELLO key=key-1 job=one -> one WELCOME
+    0@two HELLO key=key-1 job=two -> two WELCOME
+    0@three HELLO key=key-2 job=three -> three WELCOME
+    0@one CONTRIBUTION range(number(0),number(60),PLACES) job="fingerprint('one')"
+    0@two CONTRIBUTION range(number(0),number(40),PLACES) job="fingerprint('two')"
+    each who: one | two
+    0@$who CONTRIBUTION number(70) job="fingerprint('$who')" -> $who CapacityError limit=max_rounds
+    0@three CONTRIBUTION range(number(0),number(100),PLACES) job="fingerprint('three')"
 
 A key has so many connections and no more
     new max_connections_per_key=3
@@ -145,9 +128,6 @@ A key has so many connections and no more
 """)
 
 
-# -- what comes and goes --------------------------------------------------------------------------
-
-
 def go(reducer, rank):
     reducer.say(rank, M.GOODBYE, NO_SEQUENCE)
 
@@ -161,12 +141,6 @@ def refuse(reducer):
     """The rank that is missing comes with other settings: all that is in progress ends."""
     sends = reducer.hello(2, world_size=3, chunk_bytes=4096, peer=b"other")
     assert {M.ERROR} == set(kinds(sends))
-
-
-def bar_anew(reducer):
-    """It comes as it should, goes, and comes with other settings again."""
-    come_and_go(reducer, 2)
-    refuse(reducer)
 
 
 @pytest.mark.parametrize(("rank", "failed"), [(1, False), (1, True), (2, True)])
@@ -210,6 +184,6 @@ def test_ranks_of_other_settings_cost_no_more_the_more_has_failed(implementation
         reducer = with_open(implementation, rounds)
         refuse(reducer)
         assert reducer.engine.counters.rounds_failed == rounds
-        return work(lambda: bar_anew(reducer))
+        return work(lambda: (come_and_go(reducer, 2), refuse(reducer)))
 
     assert grows_little(cost)

@@ -41,7 +41,7 @@ OF_HEADER = set(Header._fields) - {"rank"}
 KNOWN = (constants, messages, layout, engine, words)
 NAMES = {name: value for one in KNOWN for name, value in vars(one).items() if name.isupper()}
 NAMES |= {"DType": DType, "Feature": Feature, "ReduceOp": ReduceOp, "number": words.number}
-NAMES |= {"bytes": bytes, "range": range}
+NAMES |= {"bytes": bytes, "range": range, "fingerprint": fingerprint}
 NAMES |= {"BOTH": Feature.CREDIT | Feature.STREAMS, "LOCAL": LOCAL}
 NAMES |= {"JOB": fingerprint("job"), "MOST": (1 << 64) - 1, "RESULT": bytes(range(64))}
 
@@ -147,7 +147,6 @@ def put(tokens, names, way):
 
 
 def split(tokens, separator):
-    """Cut tokens where a separator stands."""
     parts = [[]]
     for token in tokens:
         if token == separator:
@@ -208,7 +207,6 @@ class Play:
         ]
 
     def say(self, kind, who, sequence, /, *given, **fields):
-        """Have a peer say something."""
         rank, _, peer = who.rpartition("@")
         rank, peer = int(rank or (peer if peer.isdigit() else 0)), peer.encode()
         if "bytes" in fields:
@@ -234,7 +232,6 @@ class Play:
         return self.reducer.say(rank, kind, sequence, body, peer=peer, **fields)
 
     def arguments(self, tokens):
-        """What tokens say, by place and by name."""
         given = [self.value(token) for token in tokens if "=" not in token]
         named = [token.split("=", 1) for token in tokens if "=" in token]
         return given, {name: self.value(value) for name, value in named}

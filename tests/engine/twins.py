@@ -2,7 +2,6 @@
 
 from reducer import kernels
 from reducer.engine.engine import Engine
-from reducer.engine.limits import NO_LIMITS
 from reducer.runtime import implementation
 from reducer.wire.constants import COMPILED_FEATURES
 from worker_client.protocol.session import Session
@@ -12,7 +11,6 @@ IMPLEMENTATIONS = implementation.NAMES
 
 
 def session(name, spec):
-    """A session with the flight of this implementation."""
     chosen = worker_implementation.select(name)
     assert chosen.name == name
     return Session(spec, chosen.flight)
@@ -23,9 +21,7 @@ class Served:
 
     starts = 0
 
-    def __init__(
-        self, name, *, memory_limit, address, lanes=(), limits=NO_LIMITS, secret=b"", process=""
-    ):
+    def __init__(self, name, *, process="", **settings):
         Served.starts += 1
         table = kernels.select()
         chosen = implementation.select(name, table)
@@ -33,13 +29,9 @@ class Served:
         self.engine = Engine(
             table,
             chosen.slots,
-            memory_limit=memory_limit,
             incarnation=process or f"{Served.starts:x}",
-            address=address,
-            lanes=lanes,
-            limits=limits,
-            secret=secret,
             features=COMPILED_FEATURES,
+            **{"memory_limit": 1 << 30, **settings},
         )
         self.taken = 0  # messages that never reached the engine
         self._core = None

@@ -7,7 +7,6 @@ import numpy as np
 from reducer.engine.allow_list import AllowList
 from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import NO_LIMITS
-from reducer.errors import RankLostError
 from reducer.wire import authentication
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
@@ -30,19 +29,10 @@ def number(call, place=FIRST_PLACE):
 class Reducer:
     """An engine, and the words of its workers."""
 
-    def __init__(
-        self, implementation, memory_limit=1 << 30, limits=NO_LIMITS, lanes=(), secret=b""
-    ):
+    def __init__(self, implementation, secret=b"", **settings):
         self.compiled = implementation == "compiled"
         self.secret = secret
-        self.served = Served(
-            implementation,
-            memory_limit=memory_limit,
-            address=ADDRESS,
-            lanes=lanes,
-            limits=limits,
-            secret=secret,
-        )
+        self.served = Served(implementation, address=ADDRESS, secret=secret, **settings)
         self.engine = self.served.engine
         self.now = 0.0
 
@@ -80,7 +70,6 @@ class Reducer:
         return self.served.receive(peer, header.pack(), payload, at=at)
 
     def contribute_both(self, sequence=0, **change):
-        """Ranks 0 and 1 contribute alike."""
         return [send for rank in range(2) for send in self.contribute(rank, sequence, **change)]
 
     def retain(self, rank, sequence=0, payload=b"", **change):
@@ -115,15 +104,7 @@ def with_ranks(implementation, ranks, limits=NO_LIMITS, **settings):
     return reducer
 
 
-def lost_rank(sends, peer=b"0"):
-    """The rank that a peer is told is lost."""
-    error = told(sends)[peer]
-    assert isinstance(error, RankLostError)
-    return error.rank
-
-
 def told(sends):
-    """Errors by peer."""
     found = {}
     for send in sends:
         header = Header.unpack(send.header)
@@ -135,11 +116,3 @@ def told(sends):
 
 def kinds(sends):
     return [Header.unpack(send.header).type for send in sends]
-
-
-def two_chunks(reducer, rank, *offsets, **change):
-    """Contribute some chunks of a buffer of two."""
-    sends = []
-    for offset in offsets:
-        sends += reducer.contribute(rank, total_bytes=128, offset=offset, **change)
-    return sends

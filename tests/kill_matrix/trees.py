@@ -33,7 +33,7 @@ FIRST = {
     "planted": ("quorum", "memberships", "sim", "engine", "wire", "zmtp", "fuzz"),
 }
 THEN = ("transport", "worker_client", "reducer", "security", "faults", "integration")
-LONG = ("test_state_machine.py", "test_simulator.py")
+LONG = ("test_simulator.py",)
 
 
 class Run(NamedTuple):

@@ -51,7 +51,6 @@ def main():
 
 
 def tell(world):
-    """Run a world and tell its story."""
     story = story_of(world)
     print("\n".join([*world.describe(), str(world.outcome), story]))
     return bool(story)
@@ -76,7 +75,6 @@ def outcome_of(world, seed):
 
 
 def run_all(world, seeds, processes):
-    """Run seeds and print what they have shown."""
     begun = time.monotonic()
     total, failures, given_up = Counter(), [], []
     with multiprocessing.Pool(processes) as pool:

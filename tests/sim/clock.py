@@ -12,12 +12,10 @@ class Clock:
         self._count = 0
 
     def at(self, time, event):
-        """Let something happen at a time."""
         self._count += 1
         heappush(self._events, (max(time, self.now), self._count, event))
 
     def after(self, seconds, event):
-        """Let something happen some seconds from now."""
         self.at(self.now + seconds, event)
 
     def run(self, until, done):

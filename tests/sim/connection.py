@@ -12,6 +12,7 @@ said about that, and by whom, is the business of the sessions and engines.
 
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from reducer.wire.constants import MessageType
@@ -34,17 +35,6 @@ class Message(NamedTuple):
         return Header.unpack(self.header).type in _DATA
 
 
-class Leaving:
-    """A message that has yet to leave its process.
-
-    Attributes:
-        message: it.
-    """
-
-    def __init__(self, message):
-        self.message = message
-
-
 class Connection:
     """A connection of one rank's link.
 
@@ -62,10 +52,8 @@ class Connection:
         carries: the reducer takes contributions that come over it.
         kept: whether each end, should the socket break, waits for another one.
         suspended: whether each end does so.
-        resumes: the connection that is to go on over this one.
-        fresh: the other way round.
-        attempts: how often the worker has asked for that.
-        until: for how long it does, seconds.
+        resumes, fresh: the connection that is to go on over this one, and the other way round.
+        attempts, until: how often the worker has asked for that, and for how long it does, seconds.
         socket: over how many others the connection has gone on.
         arrived: messages that have, by their sender.
         last_arrival: when the latest of them that has left arrives, seconds.
@@ -79,7 +67,7 @@ class Connection:
         self.name = name
         self.open = [True, True]  # whether each end believes in it
         self.cut = False  # nothing arrives any more
-        self.leaving = []  # whose payloads still lie in the worker's memory
+        self.leaving = []  # messages whose payloads still lie in the worker's memory
         self._clock = clock
         self._rng = rng
         self._ends = ends
@@ -99,18 +87,16 @@ class Connection:
         self._under_way = deque(), deque()  # by sender: what has left, and has not arrived
 
     def send(self, end, message):
-        """Send from the worker's end (0) or the reducer's (1)."""
         if not self.open[end]:
             return
         delay = self._rng.uniform(0.0, self._faults.process_s) if end == 0 else 0.0
         self._leaves[end] = max(self._leaves[end], self._clock.now + delay)
-        leaving = Leaving(message)
+        leaving = SimpleNamespace(message=message)
         if end == 0:
             self.leaving.append(leaving)
         self._clock.at(self._leaves[end], lambda: self.leave(end, leaving))
 
     def leave(self, end, leaving):
-        """Have a message leave its process, if that can be."""
         stuck = self.cut or self.suspended[0] or self._ends[1].stopped
         if end == 0 and self.open[0] and stuck:
             # Nobody takes it: it stays in its sender's memory until the connection is closed.
@@ -159,7 +145,7 @@ class Connection:
             arrived: messages that the worker has got, as it has said.
         """
         answer = Header(MessageType.RESUME, offset=self.arrived[0])
-        fresh.leave(1, Leaving(Message(answer.pack(), None)))
+        fresh.leave(1, SimpleNamespace(message=Message(answer.pack(), None)))
         self.socket += 1
         self.cut = fresh.cut
         self.last_arrival[1] = max(self.last_arrival[1], fresh.last_arrival[1])
@@ -224,18 +210,15 @@ class Connection:
             self.suspended[end] = True
             self._ends[end].suspended(self)
 
-    def detach(self, buffer):
-        """Read a buffer no more: what lies there of it is copied."""
+    def detach(self, buffer=None):
+        """Read a buffer, or any, no more: what lies there is copied."""
         for leaving in self.leaving:
             header, payload = leaving.message
-            if getattr(payload, "obj", None) is buffer:
+            if payload is not None and (buffer is None or getattr(payload, "obj", 0) is buffer):
                 leaving.message = Message(header, bytes(payload))
 
     def _shut(self, end):
         self.open[end] = False
-        if end == 1:
-            return
-        for leaving in self.leaving:
-            header, payload = leaving.message
-            leaving.message = Message(header, None if payload is None else bytes(payload))
-        self.leaving = []
+        if end == 0:
+            self.detach()
+            self.leaving = []

@@ -44,7 +44,6 @@ class Mutations(dict):
 
     @contextmanager
     def broken(self, name):
-        """Break a rule for as long as this lasts."""
         with patch.object(*self[name]):
             yield
 
@@ -69,14 +68,12 @@ def story_of(world):
 
 
 def check(world, seeds):
-    """Have nothing go wrong in the worlds of seeds."""
     for seed in seeds:
         story = story_of(world(seed))
         assert not story, f"seed {seed}: {story}"
 
 
 def check_notices(world, mutations, name):
-    """Have the worlds notice a mutation, and nothing else."""
     caught = mutations.first_caught(name)
     assert caught is not None, f"not noticed by {ENOUGH} worlds"
     check(world, [caught[0]])

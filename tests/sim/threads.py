@@ -54,7 +54,6 @@ class Threads:
 
     @contextmanager
     def used_by(self, *modules):
-        """Have modules use these threads, and their clock."""
         with ExitStack() as stack:
             for module in modules:
                 for name in {"threading", "time", "queue"}.intersection(vars(module)):
@@ -65,7 +64,6 @@ class Threads:
                 self._end()
 
     def sleep(self, seconds):
-        """Let others run for so long."""
         self.wait(lambda: False, seconds)
 
     def wait(self, done, timeout=None):
@@ -96,7 +94,6 @@ class Threads:
             self.wait(lambda: True)
 
     def begin(self, thread):
-        """Have a thread run, when its turn comes."""
         self._begun.append(thread)
         self._clock.after(0.0, lambda: self._go_on(thread))
 

@@ -19,12 +19,7 @@ import numpy as np
 
 from reducer import kernels
 from reducer.clock import SPARE_ROUND_TRIPS
-from reducer.errors import (
-    LocalProtocolError,
-    MismatchError,
-    RankLostError,
-    ReducerLostError,
-)
+from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReducerLostError
 from reducer.wire.constants import PLACES, RESUME_S, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import mixed_weights
@@ -39,7 +34,6 @@ from worker_client.protocol.handover import gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, refused
 from worker_client.protocol.spec import JobSpec
 
-MEMORY_LIMIT = 1 << 30
 TICK_S = 0.1
 
 
@@ -60,7 +54,6 @@ class Process:
             work()
 
     def stop(self, seconds):
-        """SIGSTOP, and SIGCONT later."""
         if self.alive and not self.stopped:
             self.stopped = True
             self.world.clock.after(seconds, self._go_on)
@@ -91,7 +84,6 @@ class Reducer(Process):
         made = partial(
             Served,
             world.implementation,
-            memory_limit=MEMORY_LIMIT,
             secret=secret,
             process=f"{Served.starts:x}",  # all lanes are threads of it
         )
@@ -124,11 +116,9 @@ class Reducer(Process):
 
     @property
     def lines(self):
-        """All connections."""
         return list(self.connections.values())
 
     def broken(self, connection):
-        """Hear that a connection is gone."""
         self.connections.pop(connection.name, None)
         if self.world.far:
             self.do(lambda: self._end(connection))
@@ -153,7 +143,6 @@ class Reducer(Process):
         self.world.clock.after(self.world.resume_s, lambda: self.do(expire))
 
     def _look_after(self, lane):
-        """Do what the engine asks for besides sends."""
         for peer in lane.engine.newly_resumable():
             if peer in self.connections:
                 self.connections[peer].kept[1] = True
@@ -182,13 +171,12 @@ class Reducer(Process):
         return self.world.rng.choice(here) if here else None
 
     def die(self):
-        """SIGKILL."""
         if self.alive:
             self.alive = False
             self.world.note(f"reducer {self.index} dies")
             if not any(reducer.alive for reducer in self.world.reducers):
                 self.world.all_died_at = self.world.clock.now
-            for connection in list(self.connections.values()):
+            for connection in self.lines:
                 connection.close(1)
 
     def _send(self, lane, sends):
@@ -249,7 +237,6 @@ class Worker(Process):
         return all(link.member for link in self.session.links if link.reducer == reducer)
 
     def submit(self, operation):
-        """Start an all-reduce."""
         self._act(self.session.submit(operation, self.world.clock.now))
 
     @property
@@ -259,7 +246,6 @@ class Worker(Process):
         return lines + [line.fresh for line in lines if line.fresh is not None]
 
     def leave(self):
-        """Say goodbye."""
         self._act(self.session.close(LocalProtocolError("left")))
         for line in self.lines:
             if self.session.links[line.link].state is not LinkState.LEFT:
@@ -267,7 +253,6 @@ class Worker(Process):
         self.alive = False
 
     def die(self):
-        """SIGKILL."""
         if self.alive:
             self.alive = False
             self.world.note(f"rank {self.rank} dies")
@@ -279,7 +264,6 @@ class Worker(Process):
                 self.world.group.go_on()
 
     def arrived(self, connection, message):
-        """Take a message."""
         self.do(lambda: self._arrived(connection, message))
 
     def _arrived(self, line, message):
@@ -296,7 +280,6 @@ class Worker(Process):
                 line.close(0)
 
     def broken(self, connection):
-        """Hear that a connection is gone."""
         self.do(lambda: self._broken(connection))
 
     def _broken(self, line):
@@ -460,7 +443,6 @@ class Group:
         self._shares = None  # when all ranks have come
 
     def take(self, worker, calls):
-        """Take a rank's calls."""
         mine = self._calls.setdefault(worker.rank, {})
         for one in calls:
             call = replace(one, number=one.number // PLACES)
@@ -587,8 +569,6 @@ class Odd(NamedTuple):
 
 @dataclass
 class Faults:
-    """What can go wrong, and how often."""
-
     process_s: float = 0.001  # at most this long a message lies in its sender's memory
     latency_s: float = 0.002
     far_s: float = 0.0  # the shortest round trip, where reducers are far away
@@ -687,7 +667,6 @@ class World:
         self._apart = {}  # ranks with two maps: since when
 
     def _choose_hosts(self, rng):
-        """Let ranks host reducers in some worlds, with a smaller pool or none; by the reducer."""
         if self.world_size == 1 or rng.random() >= HOSTED:
             return {}
         self.pool = rng.randrange(self.world_size)
@@ -696,7 +675,6 @@ class World:
         return {self.pool + rank: rank for rank in range(self.world_size)}
 
     def _choose_far(self, rng):
-        """Let reducers be far away in some worlds."""
         if rng.random() >= FAR:
             return None
         self.calls = min(self.calls, FAR_CALLS)
@@ -713,7 +691,6 @@ class World:
         return RESUME_S + SPARE_ROUND_TRIPS * self.faults.far_s
 
     def hosted_by(self, rank):
-        """Return the reducer that a rank hosts, if it does."""
         return [self.reducers[at] for at, host in self.hosts.items() if host == rank]
 
     # -- what ranks ask for -------------------------------------------------------------------
@@ -724,7 +701,6 @@ class World:
         return dtype, op, self.rng.choice((0, 1, 16, 33, 100, 257, 700))
 
     def values(self, rank, number):
-        """Return the bytes that a rank contributes to a call."""
         dtype, _, count = self._plan[number]
         rng = np.random.default_rng([rank, number])
         if dtype in {DType.UINT8, DType.INT32}:
@@ -735,7 +711,6 @@ class World:
         return floats.view(np.uint8)
 
     def expected(self, number):
-        """Return the reduction of all contributions to a call."""
         dtype, op, _ = self._plan[number]
         inputs = [self.values(rank, number) for rank in range(self.world_size)]
         result = np.empty(inputs[0].nbytes, np.uint8)
@@ -743,11 +718,9 @@ class World:
         return result.tobytes()
 
     def number_of(self, operation):
-        """Return which call an operation is part of."""
         return self._numbers[operation]
 
     def _operations(self, rank, number):
-        """Return what a rank asks for in a call."""
         dtype, op, _ = self._plan[number]
         values = self.values(rank, number)
         pieces, odd, call = self._pieces[number], self.odd.get(number), object()
@@ -773,7 +746,6 @@ class World:
         ]
 
     def _call(self, worker):
-        """Let a rank make its next call, if it may."""
         if not worker.alive or worker.started == self.calls:
             return
         if worker.started - len(worker.ended) >= self.depth:
@@ -809,6 +781,9 @@ class World:
 
     def _check_error(self, worker, number, error):
         if self._may_disagree(number) and isinstance(error, MismatchError):
+            odd = next(iter(self.odd.values())).rank  # the same in all of them
+            named = odd in {error.rank, error.other_rank} or error.field == "epoch"
+            assert named, f"rank {odd} is not named: {error!r}"
             self.outcome["odd"] += 1
             return
         self.outcome["failed"] += 1
@@ -832,7 +807,6 @@ class World:
     # -- what goes wrong ----------------------------------------------------------------------
 
     def connect(self, worker, link):
-        """Connect a rank's link to its reducer, if that can be reached."""
         place = worker.session.links[link].reducer, worker.session.links[link].lane
         reducer = self.reducers[place[0]]
         cut = (worker.rank, reducer.index) in self.partitioned
@@ -845,7 +819,6 @@ class World:
         return connection
 
     def busy_s(self, reducer):
-        """Return for how long a reducer is busy that gets a HELLO, seconds."""
         spared = self.faults.spare and not self.hosts and reducer == self.pool - 1
         spared |= self.group is not None and self.clock.now > self.joined_at  # ranks may be lost
         if not self.late or spared or self.rng.random() >= BUSY:
@@ -943,7 +916,7 @@ class World:
             return
         self.note(f"rank {rank} and reducer {victim} cannot reach each other")
         self.partitioned.add(pair)
-        for connection in list(self.reducers[victim].connections.values()):
+        for connection in self.reducers[victim].lines:
             if connection.name.startswith(b"%d/" % rank):
                 connection.partition()
         self.clock.after(self.rng.uniform(0.2, 3.0), lambda: self.partitioned.discard(pair))
@@ -962,7 +935,6 @@ class World:
 
     @small_windows()
     def run(self):
-        """Let everything happen, check it, and return what was shown."""
         self.outcome["rolling"] += self.faults.rolling
         self._compare_maps()
         for worker in self.workers:
@@ -1031,7 +1003,6 @@ class World:
         return all(not worker.alive or len(worker.ended) == self.calls for worker in self.workers)
 
     def check_end(self):
-        """Check that nothing hangs, and that nothing is left over."""
         for worker in self.workers:
             missing = set(range(self.calls)) - worker.ended.keys()
             assert not worker.alive or not missing, f"rank {worker.rank} hangs in {sorted(missing)}"
@@ -1070,41 +1041,28 @@ class World:
         self.clock.run(self.clock.now + 5.0 + BUSY_S * self.late, lambda: False)
 
     def describe(self):
-        """Tell what has happened, and where every rank and reducer is."""
         lines = list(self.trace)
         for worker in self.workers:
-            session = worker.session
-            shards = session.failover.map
+            session, missing = worker.session, set(range(worker.started)) - worker.ended.keys()
             lines.append(
-                f"rank {worker.rank}: alive {worker.alive}, ended {len(worker.ended)} of "
-                f"{worker.started}, watermark {session.watermark}, reached "
-                f"{session.flight.reached}, epoch {shards.epoch}, base {shards.base}, "
-                f"lost {shards.lost()}"
+                f"rank {worker.rank}: alive {worker.alive}, lacks {missing}, watermark "
+                f"{session.watermark}, map {worker.map}, lost {session.failover.map.lost()}"
             )
             for link in session.links:
                 carried = session.flight.carried(link.index)
-                undone = [(c.sequence, c.epoch, c.offset) for c in carried if not c.done]
-                lines.append(
-                    f"  link {link.index}: {link.state.name}, "
-                    f"connected {link.index in worker.links}, refusal "
-                    f"{link.refusal}, waits {undone[:6]}, holds {len(carried) - len(undone)}"
-                )
+                waits = [(c.sequence, c.epoch, c.offset) for c in carried if not c.done]
+                lines.append(f"  {link.index}: {link.state.name} {link.refusal} {waits[:6]}")
         for reducer, lane in self._all_lanes():
             for job in lane.engine.jobs:
-                rounds = {
-                    at: (one.open, one.missing_ranks(), one.error)
-                    for at in job.rounds
-                    if (one := job.rounds.get(at)) and (one.open or one.error)
-                }
-                ranks = {rank: member.watermark for rank, member in job.members.items()}
+                found = ((at, job.rounds.get(at)) for at in job.rounds)
+                rounds = {at: (it.missing_ranks(), it.error) for at, it in found if it}
                 lines.append(
                     f"reducer {reducer.index}: alive {reducer.alive}, stopped {reducer.stopped}, "
-                    f"ranks {ranks}, gone {list(job.lost)}, losses {job.losses}, rounds {rounds}"
+                    f"ranks {list(job.members)}, gone {list(job.lost)}, rounds {rounds}"
                 )
         return lines
 
     def note(self, what):
-        """Write a line of the run's story."""
         self.trace.append(f"{self.clock.now:10.4f}  {what}")
 
 

@@ -61,7 +61,7 @@ def said(header, body):
 @pytest.mark.parametrize("impl", implementation.NAMES)
 @pytest.mark.parametrize("name", SESSIONS)
 def test_a_reducer_hears_workers_of_0_1_0(name, impl):
-    served = Served(impl, memory_limit=1 << 30, address="here:1")
+    served = Served(impl, address="here:1")
     decoders = {(number, up): Decoder(up) for number in range(4) for up in range(2)}
     then, now = defaultdict(list), defaultdict(list)
     for number, up, data in records(name):

@@ -15,27 +15,10 @@ def unsigned(bits):
     return st.integers(0, (1 << bits) - 1)
 
 
-HEADERS = st.builds(
-    Header,
-    flags=st.just(0),
-    type=st.sampled_from(MessageType),
-    job=unsigned(64),
-    generation=unsigned(32),
-    epoch=unsigned(32),
-    sequence=unsigned(64),
-    watermark=unsigned(64),
-    total_bytes=unsigned(64),
-    offset=unsigned(64),
-    nbytes=unsigned(32),
-    rank=unsigned(32),
-    dtype=unsigned(8),
-    op=unsigned(8),
-    wire_dtype=unsigned(8),
-    since=unsigned(32),
-    tag=unsigned(64),
-    window=unsigned(64),
-    history=unsigned(64),
-)
+NUMBERS = dict.fromkeys(Header._fields[2:], unsigned(64))
+NUMBERS |= dict.fromkeys(("generation", "epoch", "nbytes", "rank", "since"), unsigned(32))
+NUMBERS |= dict.fromkeys(("dtype", "op", "wire_dtype"), unsigned(8))
+HEADERS = st.builds(Header, flags=st.just(0), type=st.sampled_from(MessageType), **NUMBERS)
 CHUNK = Header(
     MessageType.CONTRIBUTION,
     sequence=3,
@@ -58,12 +41,6 @@ def test_round_trip(header):
     assert Header.unpack(memoryview(bytearray(data))) == header
 
 
-@given(st.binary(max_size=200))
-def test_garbage_is_refused(data):
-    with pytest.raises(ReductionError):
-        Header.unpack(data)
-
-
 @given(HEADERS, st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
 def test_a_damaged_header_raises_nothing_else(header, at, flip):
     data = bytearray(header.pack())
@@ -82,9 +59,8 @@ def test_another_major_version_is_named():
 
 @pytest.mark.parametrize("length", [0, 5, 6, HEADER_BYTES - 1, HEADER_BYTES + 1])
 def test_other_lengths_are_refused(length):
-    data = (Header(MessageType.PING).pack() * 2)[:length]
     with pytest.raises(RemoteProtocolError, match="96 bytes"):
-        Header.unpack(data)
+        Header.unpack((Header(MessageType.PING).pack() * 2)[:length])
 
 
 def test_flags_of_no_agreed_feature_are_refused():

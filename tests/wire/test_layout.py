@@ -69,7 +69,6 @@ def test_small_buffers_go_to_each_reducer_in_turn():
     ("rate", "nbytes"),
     [
         (0.0, SMALLEST_CHUNK),
-        (1e6, SMALLEST_CHUNK),
         (119e6, 64 << 10),  # 1 Gbit/s,
         (136e6, 64 << 10),  # and the most that was measured of it
         (298e6, 128 << 10),
@@ -84,12 +83,10 @@ def test_the_measure_of_chunks_is_what_a_link_carries_in_a_time(rate, nbytes):
     ("total", "count", "measure", "nbytes"),
     [
         (0, 1, 64 << 10, 32 << 10),
-        (256 << 10, 4, 64 << 10, 32 << 10),
         ((2 << 20) - 1, 4, 64 << 10, 32 << 10),
         (2 << 20, 4, 64 << 10, 64 << 10),
         (3 << 20, 4, 256 << 10, 128 << 10),
         (3 << 20, 4, 512 << 10, LARGEST_CHUNK),
-        (64 << 20, 4, 256 << 10, LARGEST_CHUNK),
         (64 << 20, 4, 64 << 20, LARGEST_CHUNK),
         (1 << 40, 1, 64 << 10, 64 << 10),
     ],

@@ -21,53 +21,47 @@ from tests.wire.golden.sessions import SESSIONS
 from worker_client.client.bootstrap import connect
 
 
-class Relay:
-    """Passes on the bytes of each connection, and keeps them.
+def relay(address, records):
+    """Pass on the bytes of each connection to a reducer, and keep them; return where to connect.
 
-    Attributes:
-        records: connection, whether a worker has said it, bytes.
+    A record is the number of a connection, whether a worker has said it, and the bytes.
     """
+    host, port = address.split(":")
+    listener = socket.create_server(("127.0.0.1", 0))
 
-    def __init__(self, address):
-        self._host, port = address.split(":")
-        self._port = int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.records = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self):
-        for number in count():
-            worker, _ = self._listener.accept()
-            reducer = socket.create_connection((self._host, self._port))
-            for up, source, sink in ((True, worker, reducer), (False, reducer, worker)):
-                threading.Thread(
-                    target=self._pass_on, args=(number, up, source, sink), daemon=True
-                ).start()
-
-    def _pass_on(self, number, up, source, sink):
+    def pass_on(number, up, source, sink):
         with suppress(OSError):
             while data := source.recv(1 << 16):
-                self.records.append((number, up, data))
+                records.append((number, up, data))
                 sink.sendall(data)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
 
+    def accept():
+        for number in count():
+            worker, _ = listener.accept()
+            reducer = socket.create_connection((host, int(port)))
+            for way in ((True, worker, reducer), (False, reducer, worker)):
+                threading.Thread(target=pass_on, args=(number, *way), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
 
 def record(calls):
     """Run a session, and return its records."""
+    records = []
     with reducer_here() as server, ThreadPoolExecutor(2) as pool:
-        relay = Relay(server.address)
+        servers = relay(server.address, records)
 
         def run(rank):
-            given = {"servers": relay.address, "job": "golden"}
-            with connect(rank=rank, world_size=2, **given) as client:
+            with connect(rank=rank, world_size=2, servers=servers, job="golden") as client:
                 for call in calls:
                     with suppress(MismatchError):
                         call.begin(client).wait(20)
 
         list(pool.map(run, range(2)))
-    return relay.records
+    return records
 
 
 def main():
