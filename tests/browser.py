@@ -33,14 +33,7 @@ def browser():
 class Opened:
     """An open page.
 
-    Args:
-        launched: the browser.
-        address: of the page.
-        window: width and height, pixels.
-        scheme: ``light`` or ``dark``, what its reader prefers.
-
     Attributes:
-        page: it.
         asked: ``host:port`` of everything that it has asked.
         errors: what its console told of, but for requests without an answer.
         unanswered: ``host:port`` of those.
@@ -50,25 +43,15 @@ class Opened:
         self.asked = set()
         self.errors = []
         self.unanswered = set()
-        self._context = launched.new_context(
-            color_scheme=scheme, viewport={"width": window[0], "height": window[1]}
-        )
-        self.page = self._context.new_page()
-        self.page.on("request", self._note_request)
+        size = {"width": window[0], "height": window[1]}  # pixels
+        self.page = launched.new_context(color_scheme=scheme, viewport=size).new_page()
+        self.page.on("request", lambda one: self.asked.add(urlsplit(one.url).netloc))
         self.page.on("console", self._note_line)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(address)
 
-    def text(self):
-        """What is to be read on it."""
-        return self.page.locator("body").inner_text()
-
     def shows(self, selector, text, seconds=20.0):
-        """Wait until one of some elements has a text.
-
-        Raises:
-            TooLateError: none had it in time.
-        """
+        """Wait until one of some elements has a text."""
         from playwright.sync_api import TimeoutError as TimedOut  # noqa: PLC0415 (it is there)
 
         elements = self.page.locator(selector)
@@ -79,16 +62,9 @@ class Opened:
             raise TooLateError(f"{text!r} not within {seconds:g} s: {there}") from None
 
     def spare_width(self):
-        """Pixels that it does not fill; below 0 it has to be scrolled sideways."""
+        """Below 0 it has to be scrolled sideways."""
         script = "document.documentElement.clientWidth - document.documentElement.scrollWidth"
         return int(self.page.evaluate(script))
-
-    def close(self):
-        """Close it."""
-        self._context.close()
-
-    def _note_request(self, request):
-        self.asked.add(urlsplit(request.url).netloc)
 
     def _note_line(self, line):
         if line.type not in {"error", "warning"}:
@@ -106,4 +82,4 @@ def opened(launched, address, **options):
     try:
         yield page
     finally:
-        page.close()
+        page.page.context.close()

@@ -38,22 +38,15 @@ class Serving(NamedTuple):
 
 def run_command(*argv, **options):
     """Run a command to its end, and return its exit code, whatever it is, and what it said."""
-    command = list(map(str, argv))
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    return subprocess.run([*map(str, argv)], capture_output=True, text=True, check=False, **options)
 
 
 def run_here(line, env=None):
-    """Run a line of `reducer` or `worker-client` in this process, which saves a second of imports.
-
-    Args:
-        line: as in a shell.
-        env: the environment; None: this process's.
-    """
+    """Run a line of `reducer` or `worker-client` in this process: it imports nothing anew."""
     command, *_ = words = shlex.split(line)
     main = importlib.import_module(command.replace("-", "_") + ".cli").main
-    environment = os.environ if env is None else env
     with (
-        patch.dict(os.environ, dict(environment), clear=True),
+        patch.dict(os.environ, dict(os.environ if env is None else env), clear=True),
         patch.object(sys, "argv", words),
         patch.object(os, "execvpe", side_effect=AssertionError("this would end all tests")),
         redirect_stdout(io.StringIO()) as said,
@@ -77,7 +70,6 @@ def serving(*arguments, command=REDUCER, **options):
         **options,
     ) as process:
         try:
-            assert process.stdout
             said = [process.stdout.readline() for _ in range(1 + ("--http" in arguments))]
             said = [json.loads(line)["event"] if line.startswith("{") else line for line in said]
             assert said[0].startswith("reducer ready on ")

@@ -29,17 +29,7 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is no fail
 settings.load_profile("untimed")
 
 # What launchers, and whoever configures this project, tell a process.
-PREFIXES = (
-    "REDUCTION_",
-    "TORCHELASTIC_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "SLURM_",
-    "PET_",
-    "AZ_",
-    "AZUREML",
-)
+PREFIXES = ("REDUCTION_", "TORCHELASTIC_", "OMPI_", "PMI", "MPI_", "SLURM_", "PET_", "AZ")
 NAMES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT", "CLUSTER_SPEC", "TF_CONFIG", "JOB_COMPLETION_INDEX"),
@@ -94,7 +84,7 @@ def pytest_collection_modifyitems(config, items):
     mark_cases(items, whole=not part)
     if not part:  # files are here as a whole
         check_fast(items)
-    items.sort(key=place)
+    items.sort(key=lambda item: [item.nodeid.startswith(file) for file in LONGEST], reverse=True)
 
 
 def mark_cases(items, whole):
@@ -114,23 +104,16 @@ def mark_cases(items, whole):
             raise pytest.UsageError(f"{test}: no case begins with {gone}, or no other is left")
 
 
-def place(item):
-    """Return where a test's file stands among the longest, or behind them."""
-    return next((at for at, file in enumerate(LONGEST) if item.nodeid.startswith(file)), 99)
-
-
 def check_fast(items):
     """Refuse extended tests whose fast ones are gone, or extended themselves."""
     fast = [item.nodeid for item in items if not item.get_closest_marker("extended")]
     files = {item.nodeid.partition("::")[0] for item in items}
-    for item in items:
-        file = item.nodeid.partition("::")[0]
-        for mark in item.iter_markers("extended"):
-            for name in mark.args:
-                begins = name if "/" in name else f"{file}::{name}"
-                here = begins.partition("::")[0] in files  # of a folder, some alone may be
-                if here and not any(nodeid.startswith(begins) for nodeid in fast):
-                    raise pytest.UsageError(f"{item.nodeid}: there is no fast test {begins}")
+    marked = ((item, mark) for item in items for mark in item.iter_markers("extended"))
+    for item, name in ((item, name) for item, mark in marked for name in mark.args):
+        begins = name if "/" in name else f"{item.nodeid.partition('::')[0]}::{name}"
+        here = begins.partition("::")[0] in files  # of a folder, some alone may be
+        if here and not any(nodeid.startswith(begins) for nodeid in fast):
+            raise pytest.UsageError(f"{item.nodeid}: there is no fast test {begins}")
 
 
 @contextmanager

@@ -7,19 +7,17 @@ process number of a new rank; the process number of a rank with its exit code, n
 Each has a number of its own, which the answer repeats. What a rank has started is killed when its
 end is noticed. When the socket is closed, because pytest has ended, all ranks are killed.
 
-Why not the fork server of `multiprocessing`: its processes end with `os._exit`. No function of
-`atexit` is called then, with which a worker says goodbye to its reducers, the interpreter is not
-finalized while threads of ZeroMQ and Gloo still run, and Ctrl-C ends a process with exit code 1
+The fork server of `multiprocessing` ends its processes with `os._exit`: no function of `atexit` is
+called, with which a worker says goodbye to its reducers, and Ctrl-C ends a process with exit code 1
 instead of SIGINT. Here a rank returns from the server's loop, runs its script, and reaches the end
 of the program as any script does.
 
 What a rank has in common with the others, and would not have in an interpreter of its own: the seed
-of hashes (so an order that depends on it is noticed by `fresh` ranks alone: those of launchers, of
-the README and of the demo), what `PYTHON*` and `OMP_NUM_THREADS` say of the interpreter, and the
-modules that are imported already. These are of others: each rank imports `reducer` and
-`worker_client` itself. At its end, what it has made itself is finalized as ever; the modules that
-were imported before the fork, and the destructors of their C++ libraries, would take half a second
-of every rank, and `fresh` ranks alone see to them.
+of hashes (an order that depends on it is noticed by `fresh` ranks alone), what `PYTHON*` and
+`OMP_NUM_THREADS` say of the interpreter, and the modules that are imported already, of others: each
+rank imports `reducer` and `worker_client` itself. At its end, what it has made itself is finalized
+as ever; the modules that were imported before the fork, and the destructors of their C++ libraries,
+would take half a second of every rank, and `fresh` ranks alone see to them.
 """
 
 import atexit
@@ -116,20 +114,16 @@ def settle(request, streams):
 
 def run(what, *arguments):
     """Run a command line of `python` as the main module, and return what it has defined."""
+    name, *rest = arguments if what in {"-m", "-c"} else (what, *arguments)
+    places = {"-m": str(Path.cwd()), "-c": ""}
+    sys.path.insert(0, places.get(what, str(Path(what).resolve().parent)))
+    sys.argv[:] = ["-c" if what == "-c" else name, *rest]
     if what == "-m":
-        module, *rest = arguments
-        sys.path.insert(0, str(Path.cwd()))
-        sys.argv[:] = [module, *rest]
-        return runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return runpy.run_module(name, run_name="__main__", alter_sys=True)
     if what == "-c":
-        code, *rest = arguments
-        sys.path.insert(0, "")
-        sys.argv[:] = ["-c", *rest]
         main = sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(code, "<string>", "exec"), vars(main))  # noqa: S102 (what `python -c` is)
+        exec(compile(name, "<string>", "exec"), vars(main))  # noqa: S102 (what `python -c` is)
         return vars(main)
-    sys.path.insert(0, str(Path(what).resolve().parent))
-    sys.argv[:] = [what, *arguments]
     return runpy.run_path(what, run_name="__main__")
 
 

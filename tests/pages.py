@@ -62,23 +62,15 @@ def on_free_ports(script):
 def shell(script, *, path=None, **environment):
     """A shell that runs a script in the checkout, with the commands of this installation.
 
-    Args:
-        script: what it runs; the first command that fails ends it.
-        path: a folder of commands that go before these.
-        environment: besides that of this process without its ``REDUCTION_`` settings.
+    The first command that fails ends it. Those of the folder `path` go before these.
     """
     folders = [*([str(path)] if path else []), str(Path(sys.executable).parent), os.environ["PATH"]]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("REDUCTION_")}
-    (port,) = free_ports(1)
+    given = {"PATH": os.pathsep.join(folders), "PET_MASTER_PORT": str(*free_ports(1))}
     with subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", f"{script}\nwait"],
         cwd=ROOT,
-        env={
-            **inherited,
-            "PATH": os.pathsep.join(folders),
-            "PET_MASTER_PORT": str(port),
-            **environment,
-        },
+        env={**inherited, **given, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -47,11 +47,7 @@ def environments(world_size, servers=(), **settings):
     """Return the environment of every rank as a launcher sets it on this machine, and settings.
 
     Where there are servers, the job has a name of its own: ranks without a process group need one.
-
-    Args:
-        world_size: number of ranks.
-        servers: addresses of reducers; none: the ranks host them.
-        settings: for all ranks, and before all that.
+    Without any, the ranks host them. `settings` go before all that.
     """
     shared = {
         **{name: value for name, value in os.environ.items() if not _is_setting(name)},
@@ -59,14 +55,12 @@ def environments(world_size, servers=(), **settings):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
-        **({"REDUCTION_SERVERS": ",".join(servers), "REDUCTION_JOB": _job()} if servers else {}),
-        **settings,
     }
+    if servers:
+        job = f"test-{secrets.token_hex(4)}"
+        shared |= {"REDUCTION_SERVERS": ",".join(servers), "REDUCTION_JOB": job}
+    shared |= settings
     return [{**shared, "RANK": str(rank)} for rank in range(world_size)]
-
-
-def _job():
-    return f"test-{secrets.token_hex(4)}"
 
 
 def _is_setting(name):
@@ -94,15 +88,10 @@ def case_names(module):
 
 
 class Rank:
-    """What a rank writes; `Forked` and `Fresh` are its process, with what `subprocess.Popen` has.
+    """What a rank writes; `Forked` and `Fresh` are its process, and have what `Popen` has."""
 
-    Attributes:
-        stem: beginning of the names of its files.
-        last: the signal that asks it to end.
-    """
-
-    stem: Path
-    last: signal.Signals
+    stem: Path  # beginning of the names of its files
+    last: signal.Signals  # which asks it to end
 
     @property
     def out(self):
@@ -132,13 +121,11 @@ class Ranks(list[Rank]):
     def finish(self, timeout_s=PATIENCE_S, killed=()):
         """Wait until all ranks have ended well; if one does not, raise what all have written.
 
-        Args:
-            timeout_s: for all of them; a rank that still runs then says where it is.
-            killed: ranks that must end by SIGKILL.
+        The ranks `killed` must end by SIGKILL; one that still runs in the end says where it is.
         """
         right = [-signal.SIGKILL if rank in killed else 0 for rank in range(len(self))]
         until = time.monotonic() + timeout_s
-        while None in (codes := self._codes()) and time.monotonic() < until:
+        while None in (codes := [rank.poll() for rank in self]) and time.monotonic() < until:
             if any(code not in {None, good} for code, good in zip(codes, right, strict=True)):
                 until = min(until, time.monotonic() + OTHERS_S)
             time.sleep(POLL_S)
@@ -162,12 +149,9 @@ class Ranks(list[Rank]):
                 rank.stop()
             end(rank)
 
-    def _codes(self):
-        return [rank.poll() for rank in self]
-
     def report(self):
         """Say how all ranks have ended, or where they are."""
-        codes = self._codes()
+        codes = [rank.poll() for rank in self]
         for rank in self:
             rank.stop()
         ends = ["still ran" if code is None else f"ended with code {code}" for code in codes]
@@ -182,7 +166,7 @@ def ranks(environments, *command, talk=False, fresh=False):
     """Run a command of Python's at every rank, and kill the ranks that still run at the end.
 
     Args:
-        environments: of the ranks, whole; see `environments`. Added is where a result is written.
+        environments: see there. Added is where a result is written.
         command: ``"-m", MODULE`` or ``"-c", CODE`` or a script, and arguments.
         talk: make standard input and output pipes; otherwise the input is empty, and the output
             goes to a file.
@@ -213,34 +197,17 @@ class Fresh(subprocess.Popen, Rank):
 
     last = signal.SIGTERM  # a launcher ends its ranks
 
-    def __init__(self, command, environment, *streams):
-        stdin, stdout, stderr = streams
-        super().__init__(
-            [sys.executable, *command],
-            env=environment,
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            text=True,
-            start_new_session=True,
-        )
+    def __init__(self, command, environment, stdin, stdout, stderr):
+        streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+        command = [sys.executable, *command]
+        super().__init__(command, env=environment, text=True, start_new_session=True, **streams)
 
 
 class Forked(Rank):
     """A fork of the fork server, with what tests and benchmarks use of `subprocess.Popen`.
 
-    Args:
-        command: of Python, without its name.
-        environment: all of it.
-        stdin: `PIPE`, `DEVNULL`, a file or a descriptor, as the other two; None: this process's.
-        stdout: see `stdin`.
-        stderr: see `stdin`.
-
-    Attributes:
-        pid: its process.
-        returncode: its exit code, or minus a signal's number; None as long as `poll` found none.
-        stdin: the pipe to its standard input, if there is one.
-        stdout: the pipe from its standard output, if there is one.
+    `command` is that of Python, without its name, and `environment` all of it. Each stream is
+    `PIPE`, `DEVNULL`, a file or a descriptor; None: this process's.
     """
 
     last = signal.SIGABRT  # it says where all its threads are
@@ -287,22 +254,14 @@ class Forked(Rank):
             os.kill(self.pid, number)
 
     def terminate(self):
-        """Send SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self):
-        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Loopback:
-    """Stands in for a `lab.Lab` on loopback: Python processes on its hosts are forks.
-
-    Attributes:
-        hosts: all of them this machine.
-        address: of each.
-        mbit: its links have no rate.
-    """
+    """Stands in for a `lab.Lab` on loopback: Python processes on its hosts are forks."""
 
     address = "127.0.0.1"
     mbit = None

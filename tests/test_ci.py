@@ -4,7 +4,6 @@ import datetime
 import os
 import re
 import runpy
-import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,22 +35,14 @@ FUZZED = ["sanitize SANITIZE=--short", "fuzz FUZZ_SECONDS=5"]
             ["test-extended SELECT='-m extended tests/torture/test_guarantee.py"],
             ["test-extended SELECT='-m extended tests/sim tests/worker_client'"],
         ),
-        (
-            "reducer/runtime/loop.c",
-            FUZZED,
-            ["test-extended", "sanitize", "sanitize-threads", "fuzz"],
-        ),
         ("worker_client/staging/_cast.pyx", [*FUZZED], ["test-extended", "wheels", "sanitize"]),
         ("docs/tutorial.md", ["docs"], ["test-extended"]),
         ("docker/vertex/custom-job.yaml", ["test-containers"], ["test-extended", "test-clouds"]),
         ("tests/frameworks/torch_suite.py", ["test-frameworks"], ["test-torch-suite"]),
-        ("tests/kill_matrix/test_kill_matrix.py", [], []),
         ("tests/of_yore/test_what.py", [], []),
         (
             "Makefile",
-            [
-                *("test-frameworks", "test-containers", "docs", "wheels", *FUZZED),
-            ],
+            ["test-frameworks", "test-containers", "docs", "wheels", *FUZZED],
             [f"{target} " for target in MODULE["EVERYTHING"] if target != "docs"],
         ),
     ],
@@ -62,10 +53,7 @@ def test_what_a_change_demands(path, lines, left_out):
     said = [line for line in found if line.startswith("left out: ")]
     assert all(any(line.startswith(one) for line in made) for one in lines), made
     assert all(any(line.startswith(f"left out: make {one}") for line in said) for one in left_out)
-    if not lines:
-        assert not made
-    if not left_out:
-        assert not said
+    assert (bool(made), bool(said)) == (bool(lines), bool(left_out))
 
 
 def test_everything_fits_into_the_budget():
@@ -82,30 +70,31 @@ def test_what_it_cannot_understand_runs_nothing(arguments):
     assert "make" not in done.stdout
 
 
+def with_make(folder, script):
+    """The environment in which a stand-in for `make`, in a folder, is found first."""
+    (folder / "make").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "make").chmod(0o755)
+    return {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+
+
+FIRST_FAILS = """
+case "$1" in
+lint) echo linted ;;
+test) echo "FAILED tests/test_a.py::test_b - AssertionError"
+  echo "===== 1 failed, 2 passed in 3.00s ====="; echo "make: Error 1"; exit 2 ;;
+*) echo "===== 4 passed, 5 deselected in 6.00s (0:01:00) =====" ;;
+esac
+"""
+
+
 def test_what_failed_and_the_closing_lines_are_printed_last(tmp_path):
-    """Of `make`, which is a stand-in here, the first pytest run fails and the second does not."""
-    (tmp_path / "make").write_text(
-        "#!/bin/sh\n"
-        'case "$1" in\n'
-        "lint) echo linted ;;\n"
-        'test) echo "FAILED tests/test_a.py::test_b - AssertionError"\n'
-        '  echo "===== 1 failed, 2 passed in 3.00s ====="; echo "make: Error 1"; exit 2 ;;\n'
-        '*) echo "===== 4 passed, 5 deselected in 6.00s (0:01:00) =====" ;;\n'
-        "esac\n"
-    )
-    (tmp_path / "make").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment = with_make(tmp_path, FIRST_FAILS)
     done = run_command("bash", ROOT / ".ci" / "run", "--full", env=environment, timeout=60)
     assert done.returncode == 1
-    targets = len(MODULE["EVERYTHING"])
-    assert (
-        done.stdout.splitlines()[-4 - targets :]
-        == [
-            *("", "FAILED tests/test_a.py::test_b - AssertionError", "failed: make test"),
-            *["===== 4 passed, 5 deselected in 6.00s (0:01:00) ====="] * (1 + targets),
-            "===== 1 failed, 2 passed in 3.00s =====",
-        ][-4 - targets :]
-    )
+    last = ["", "FAILED tests/test_a.py::test_b - AssertionError", "failed: make test"]
+    well = "===== 4 passed, 5 deselected in 6.00s (0:01:00) ====="
+    last += [well] * (1 + len(MODULE["EVERYTHING"])) + ["===== 1 failed, 2 passed in 3.00s ====="]
+    assert done.stdout.splitlines()[1 - len(last) :] == last[1:]
 
 
 ONCE = """
@@ -137,8 +126,7 @@ def look_again(folder, body, name="tests/test_once.py", files=1, log=RAN):
     environment["PYTHONPATH"] = str(ROOT)
 
     def run(*command):
-        words = [sys.executable, *command]
-        return subprocess.run(words, cwd=folder, env=environment, check=False).returncode
+        return run_command(sys.executable, *command, cwd=folder, env=environment).returncode
 
     options = ("-q", "-n", "1", "-p", "tests.verdicts", "-o", "timeout=3", "--rootdir=.")
     assert run("-m", "pytest", *options, "--import-mode=importlib", "tests") == 1
@@ -187,10 +175,8 @@ def test_the_third_time_in_30_days_is_a_failure(days, status, tmp_path):
     note = runpy.run_path(str(ROOT / ".ci" / "second_look.py"))["note"]
     list_ = note.__globals__["LIST"] = tmp_path / "unsteady.txt"
     today = datetime.date(2026, 11, 29)
-    list_.write_text(
-        "# a comment\n"
-        + "".join(f"{today - datetime.timedelta(days=ago)} test_a\n" for ago in days)
-    )
+    before = (f"{today - datetime.timedelta(days=ago)} test_a\n" for ago in days)
+    list_.write_text("# a comment\n" + "".join(before))
     assert note(["test_a", "test_b"], today) == ["test_a"] * status
     assert list_.read_text().endswith(f"{today} test_a\n{today} test_b\n")
 
@@ -210,40 +196,36 @@ def test_a_skip_for_want_of_a_tool_is_a_failure_where_tools_are_installed(requir
 
 
 def test_a_change_is_what_came_since_the_commit_that_passed_in_full(tmp_path):
-    """In a repository of its own, with a stand-in for `make`."""
+    """In a repository of its own."""
+    (tmp_path / "bin").mkdir()
+    environment = with_make(tmp_path / "bin", "echo '=== 1 passed in 0.01s ==='")
+    environment |= dict.fromkeys(("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"), "a")
+    environment |= dict.fromkeys(("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"), "a@example.org")
 
-    def succeed(*command, **options):
-        done = run_command(*command, **options)
+    def succeed(*command):
+        done = run_command(*command, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def git(*arguments):
-        succeed("git", "-C", tmp_path, *arguments)
+    def commit():
+        succeed("git", "-C", tmp_path, "add", "-A")
+        succeed("git", "-C", tmp_path, "commit", "-qm", "one")
 
-    git("init", "-q")
-    git("config", "user.email", "a@example.org")
-    git("config", "user.name", "a")
+    def run(*arguments):
+        return succeed("bash", tmp_path / ".ci" / "run", *arguments)
+
     (tmp_path / ".ci").mkdir()
     for name in ("run", "demands.py", "second_look.py"):
         (tmp_path / ".ci" / name).write_text((ROOT / ".ci" / name).read_text())
-    (tmp_path / ".gitignore").write_text("bin\n")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "make").write_text("#!/bin/sh\necho '=== 1 passed in 0.01s ==='\n")
-    (tmp_path / "bin" / "make").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-
-    def run(*arguments):
-        return succeed("bash", tmp_path / ".ci" / "run", *arguments, env=environment)
-
     (tmp_path / ".ci" / "passed").write_text("# none\n")
-    git("add", "-A")
-    git("commit", "-qm", "one")
+    (tmp_path / ".gitignore").write_text("bin\n")
+    succeed("git", "init", "-q", tmp_path)
+    commit()
     assert "\nmake wheels" in run()  # nothing has passed: all is new
     assert "commit .ci/passed" in run("--full")
-    git("commit", "-qam", "passed")
+    commit()
     (tmp_path / "README.md").write_text("more\n")
-    git("add", "-A")
-    git("commit", "-qm", "two")
+    commit()
     (tmp_path / "SECURITY.md").write_text("not committed\n")
     said = run()
     assert "\nmake docs\n" in said

@@ -13,13 +13,15 @@ import reducer.cli
 import worker_client.cli
 from reducer.config import ReducerConfig
 from tests.versions import ROWS
-from worker_client.config import InitSettings, WorkerConfig
+from worker_client.config import WorkerConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+FILES = ("*.md", "docs/**/*.md", "[bfr]*/**/README.md", ".github/*.md", ".github/ISSUE_TEMPLATE/*")
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("[bfr]*/**/README.md"))
+    for files in FILES
+    for path in ROOT.glob(files)
     if ROOT / "build" not in path.parents
     and path.name != "CHANGELOG.md"  # which names what was renamed since
 }
@@ -83,18 +85,9 @@ def test_claimed_versions_were_tried_and_no_test_failed():
 
 
 def test_the_settings_tables_are_complete():
-    workers, reducers = (DOCS / "settings.md").read_text().split("\n## ")[1:]
-    arguments = set(InitSettings.__annotations__) - {"rank", "world_size"}
-    for text, config, given in (
-        (workers, WorkerConfig, {f"`{name}`" for name in arguments}),
-        (reducers, ReducerConfig, {f"`--{name}`" for name in ("bind", "max-jobs", "http", "cpus")}),
-    ):
-        rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| `")]
-        variables = [row[0].strip("| `") for row in rows]
-        assert variables == [f"REDUCTION_{name.upper()}" for name in config.model_fields]
-        assert given <= {row[1] for row in rows}
-        assert all(re.fullmatch(r"not set|`[^`]+`", row[2]) for row in rows)
-        assert all(row[3].endswith(". |") for row in rows)
+    rows = re.findall(r"^\| `REDUCTION_(\w+)` \|.*\. \|$", PAGES["settings.md"](), re.MULTILINE)
+    names = [*WorkerConfig.model_fields, *ReducerConfig.model_fields]
+    assert rows == [name.upper() for name in names]
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -105,8 +98,13 @@ def test_settings_that_a_page_names_exist(page):
 
 
 @pytest.mark.parametrize("page", TEXTS)
+def test_pages_that_a_page_names_exist(page):
+    links = re.findall(r"\]\(([\w./-]+\.md)\b", TEXTS[page])
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).is_file()] == []
+
+
+@pytest.mark.parametrize("page", TEXTS)
 def test_commands_in_code_are_understood(page):
-    """None is run here."""
     code = CODE.findall(TEXTS[page].replace("\\\n", " "))
     for program, rest in SHOWN.findall("".join(fenced + indented for fenced, indented in code)):
         verb, *arguments = shlex.split(rest)
@@ -120,11 +118,11 @@ def test_options_that_pages_name_exist():
         for program, verbs in COMMANDS.items()
         for verb, command in verbs.items()
     }
-    named = []
-    for page, text in TEXTS.items():
-        for program, verb, rest in COMMAND.findall(text.replace("\\\n", " ")):
-            own = rest.partition(" -- ")[0]
-            options = re.findall(r"(?<= )--[a-z][a-z-]*", own)
-            named += [(program, verb, option, page) for option in options]
+    named = [
+        (program, verb, option, page)
+        for page, text in TEXTS.items()
+        for program, verb, rest in COMMAND.findall(text.replace("\\\n", " "))
+        for option in re.findall(r"(?<= )--[a-z][a-z-]*", rest.partition(" -- ")[0])
+    ]
     assert len(named) > 20
     assert [one for one in named if one[2] not in commands.get(one[:2], ())] == []

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from tests.commands import run_command
 from tests.containers.images import Unavailable, mirror
 
 ROOT = Path(__file__).parents[1]
@@ -31,18 +32,14 @@ OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONP
 OLDEST = re.findall(r"torch>=([\d.]+)", (ROOT / "pyproject.toml").read_text())[0]
 ROWS = ("3.11 oldest", *(f"3.{minor} newest" for minor in range(10, 16)))
 NEEDS = ("hypothesis", "ml_dtypes", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
+INTEGRATION = (
+    *("torch_backend", "reconfigure", "ddp", "faults", "local_sgd", "outer"),
+    *("staged_ddp", "wire_checkpoint", "wire_ddp"),
+)
+CLIENT = ("cuda", "ddp_errors", "device_copies", "host_buffer", "rendezvous")
 TESTS = (
-    *(
-        f"tests/integration/test_{name}.py"
-        for name in (
-            *("torch_backend", "reconfigure", "ddp", "faults", "local_sgd", "outer"),
-            *("staged_ddp", "wire_checkpoint", "wire_ddp"),
-        )
-    ),
-    *(
-        f"tests/worker_client/test_{name}.py"
-        for name in ("cuda", "ddp_errors", "device_copies", "host_buffer", "rendezvous")
-    ),
+    *(f"tests/integration/test_{name}.py" for name in INTEGRATION),
+    *(f"tests/worker_client/test_{name}.py" for name in CLIENT),
 )
 SAY = """
 import json, platform
@@ -53,18 +50,8 @@ print(json.dumps({"python": platform.python_version(), "torch": version("torch")
 
 
 def run(*command, **more):
-    """Run a command.
-
-    Raises:
-        Unavailable: it failed; the message is the last line that it wrote.
-    """
-    done = subprocess.run(
-        list(map(str, command)),
-        env={**OUTSIDE, **more},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Run a command; Unavailable, if it fails, with the last line that it wrote."""
+    done = run_command(*command, env={**OUTSIDE, **more})
     if done.returncode:
         last = (done.stderr + done.stdout).strip().rpartition("\n")[2]
         raise Unavailable(last.replace(f"{ROOT}/", ""))
@@ -84,8 +71,7 @@ def copy_tests():
     """Copy the checkout without the two packages, so that tests import what is installed."""
     folder = BUILD / "checkout"
     shutil.rmtree(folder, ignore_errors=True)
-    listed = ["git", "ls-files", "-co", "--exclude-standard"]
-    files = subprocess.run(listed, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    files = run_command("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout
     for name in files.splitlines():
         if not name.startswith(("reducer/", "worker_client/")) and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -94,13 +80,9 @@ def copy_tests():
 
 
 def interpreter(version):
-    """Return the Python of a version.
-
-    Raises:
-        Unavailable: there is none.
-    """
+    """Return the Python of a version."""
     named = shutil.which(f"python{version}")
-    if named and not subprocess.run([named, "-c", "import venv"], check=False).returncode:
+    if named and not run_command(named, "-c", "import venv").returncode:
         return Path(named)
     can = os.geteuid() == 0 and all(map(shutil.which, ("debootstrap", "patchelf")))
     if version not in FROM_DEBIAN or not can:
@@ -126,11 +108,7 @@ def from_debian(version):
 
 
 def tried(row, package, checkout):
-    """Make a row's environment, run the tests, and return what came of it.
-
-    Raises:
-        Unavailable: the environment cannot be made.
-    """
+    """Make a row's environment, run the tests, and return what came of it."""
     version, release = row.split()
     home = BUILD / row.replace(" ", "-")
     shutil.rmtree(home, ignore_errors=True)
@@ -148,7 +126,7 @@ def tried(row, package, checkout):
     (suite,) = ET.parse(report).getroot()  # noqa: S314 (pytest wrote it)
     count = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
-    said = subprocess.run([python, "-c", SAY], stdout=subprocess.PIPE, text=True, check=True).stdout
+    said = run_command(python, "-c", SAY, env=OUTSIDE).stdout
     shutil.rmtree(home)
     return {
         **json.loads(said),

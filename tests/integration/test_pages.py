@@ -75,7 +75,7 @@ def test_a_script_for_horovod_runs_as_shown(torchrun):
     assert line in (ROOT / "examples" / "horovod_digits.py").read_text()
     with shell(train, path=torchrun) as running:
         answer_torchrun(torchrun)
-        (first, second) = FINGERPRINT.findall(finish(running))
+        first, second = FINGERPRINT.findall(finish(running))
     assert first[2] == second[2]
     assert int(first[3]) > 0
 

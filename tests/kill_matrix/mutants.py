@@ -35,25 +35,15 @@ FUNCTION_OF_CYTHON = (
 
 
 class Mutant(NamedTuple):
-    """One bug.
+    """One bug."""
 
-    Attributes:
-        file: where it is; for a bug that was planted by hand, where the list is that has it.
-        function: or method with its class; or the name in that list.
-        kind: of the change.
-        before: the line that changes.
-        after: the line that it becomes.
-        edits: files, the place of what is replaced (from, to), and by what.
-        plant: the list and the name of what breaks a rule in the running process.
-    """
-
-    file: str
-    function: str
+    file: str  # or the list that has it, for a bug that was planted by hand
+    function: str  # or method with its class; or the name in that list
     kind: str
-    before: str
+    before: str  # the line that changes
     after: str
-    edits: tuple[tuple[str, int, int, str], ...] = ()
-    plant: str = ""
+    edits: tuple[tuple[str, int, int, str], ...] = ()  # file, from, to, and what comes there
+    plant: str = ""  # the list and the name of what breaks a rule in the running process
 
     @property
     def identity(self):
@@ -62,12 +52,10 @@ class Mutant(NamedTuple):
 
     @property
     def is_compiled(self):
-        """Whether an extension is to be built."""
         return any(file.endswith(COMPILED) for file, *_ in self.edits)
 
     @property
     def room(self):
-        """The room that it is in."""
         return "planted" if self.kind == "planted" else self.file.rpartition("/")[0]
 
 
@@ -87,9 +75,9 @@ def candidates(file, text):
     else:
         found = in_tokens(text, blank(text, COMMENTS_OF_CYTHON), c=False)
     mutants = {}
-    for function, kind, start, end, instead in found:
-        edit = (file, start, end, instead)
-        before, after = line_at(text, start), line_at(changed(text, [edit]), start)
+    for function, kind, *change in found:
+        edit = (file, *change)
+        before, after = (line_at(one, change[0]) for one in (text, changed(text, [edit])))
         if before != after:
             mutant = Mutant(file, function, kind, before, after, (edit,))
             mutants.setdefault(mutant.identity, mutant)
@@ -116,9 +104,6 @@ def in_order(sources):
     return [mutant for *_, mutant in sorted(ranked, key=lambda one: one[:2])]
 
 
-# -- Python
-
-
 def in_python(text):
     """Yield function, kind, start, end and what stands there instead."""
     lines = text.splitlines(keepends=True)
@@ -143,11 +128,8 @@ def in_python(text):
                 below = inside or not isinstance(child, ast.ClassDef)
                 yield from walk(ast.Module(child.body, []), (*names, child.name), inside=below)
             elif not isinstance(child, ast.JoinedStr):  # whose places are wrong before 3.12
-                if inside:
-                    yield from (
-                        (".".join(names), *change)
-                        for change in changes_of(child, text, span, text_of)
-                    )
+                for change in changes_of(child, text, span, text_of) if inside else ():
+                    yield ".".join(names), *change
                 yield from walk(child, names, inside=inside)
 
     yield from walk(ast.parse(text), (), inside=False)
@@ -170,9 +152,6 @@ def changes_of(node, text, span, text_of):
             if one != other and not isinstance(first, ast.Starred):
                 (begin, middle), (until, end) = span(first), span(second)
                 yield SWAPPED, begin, end, other + text[middle:until] + one
-
-
-# -- C and Cython, by their tokens
 
 
 def blank(text, patterns):

@@ -10,8 +10,8 @@ HERE = Path(__file__).parent
 RESULTS, EQUIVALENT = HERE / "results.tsv", HERE / "equivalent.toml"
 COLUMNS = ("file", "function", "kind", "before", "after", "noticed by", "asked", "s", "commit")
 NOTHING, NOT_BUILT = "nothing", "cannot be built"
-# Which tests were asked: those that need no socket; all until one noticed; all of them.
-FIRST, UNTIL, ALL = "first", "until", "all"
+# Which tests were asked: those that need no socket, or the others.
+FIRST, UNTIL = "first", "until"
 
 
 class Result(NamedTuple):
@@ -22,11 +22,9 @@ class Result(NamedTuple):
     seconds: str
     commit: str
 
-    def is_final(self, *, whole):
+    def is_final(self):
         """Say whether nothing is left to ask."""
-        if self.noticed == NOT_BUILT or self.asked == ALL:
-            return True
-        return not whole and (self.noticed != NOTHING or self.asked == UNTIL)
+        return self.noticed != NOTHING or self.asked == UNTIL
 
 
 def load():
@@ -41,10 +39,8 @@ def save(results):
 
 def equivalent():
     """Return why some mutants change nothing that can be noticed, by their identities."""
-    return {
-        (one["file"], one["function"], one["kind"], one["before"], one["after"]): one["why"]
-        for one in tomllib.loads(EQUIVALENT.read_text()).get("mutant", ())
-    }
+    found = tomllib.loads(EQUIVALENT.read_text()).get("mutant", ())
+    return {tuple(one[name] for name in COLUMNS[:5]): one["why"] for one in found}
 
 
 def table(mutants, results):
@@ -53,7 +49,7 @@ def table(mutants, results):
     by_room = {}
     for mutant in mutants:
         result = results.get(mutant.identity)
-        if result is None or not result.is_final(whole=False):
+        if result is None or not result.is_final():
             became = "not yet"
         elif result.noticed != NOTHING:
             became = "noticed"
@@ -61,8 +57,7 @@ def table(mutants, results):
             became = "equivalent" if mutant.identity in reasons else "unnoticed"
         by_room.setdefault(mutant.room, Counter()).update((became, "mutants"))
     words = ("mutants", "noticed", "unnoticed", "equivalent", "not yet")
+    by_room["all"] = sum(by_room.values(), Counter())
     rows = [("room", *words)]
     rows += [(room, *(str(count[word]) for word in words)) for room, count in by_room.items()]
-    total = sum(by_room.values(), Counter())
-    rows.append(("all", *(str(total[word]) for word in words)))
     return [f"{row[0]:30}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows]

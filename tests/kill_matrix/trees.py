@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
+from tests.commands import run_command
 from tests.kill_matrix.mutants import changed
 from tests.kill_matrix.plugin import NOTES, PLANT
+from tests.kill_matrix.results import NOT_BUILT, NOTHING
 
 TREES = Path("build/kill-matrix")
 SOUND = TREES / "sound"
 APART = (".git", ".venv*", "build", "*.egg-info", ".*_cache", ".hypothesis", "results")
 # Quick to compile, and without mutants that only a compiler's warning keeps from running.
 FLAGS = '"-O0", "-Werror=incompatible-pointer-types", "-Werror=int-conversion"'
+SWITCHES = os.environ | {"REDUCTION_BUILD_REQUIRED": "1"}
 TEST_S = 120
 HUNG_S = TEST_S + 30  # without a note: in C, where pytest cannot end it
 
@@ -36,14 +39,6 @@ THEN = ("transport", "worker_client", "reducer", "security", "faults", "integrat
 LONG = ("test_simulator.py",)
 
 
-class Run(NamedTuple):
-    """What came of some tests: what failed, whether any began, whether pytest ended itself."""
-
-    failed: list[str]
-    began: bool
-    whole: bool
-
-
 def tests_of(mutant):
     """Return the files of tests that are asked first, and those that are asked then."""
     folders = [*FIRST[mutant.room], *(name for name in THEN if name not in FIRST[mutant.room])]
@@ -52,20 +47,19 @@ def tests_of(mutant):
     files.sort(key=lambda path: path.name in LONG)
     module = Path(mutant.file).with_suffix("")
     parts = set(module.name.split("_")) - {"", "test", "plain", "loop", "runtime"}
-    package = ".".join(module.parent.parts)
-    imports = re.compile(
-        rf"^from {package}(\.{module.name}\b| import .*\b{module.name}\b)", re.MULTILINE
-    )
-
-    def is_about_it(path):
-        return parts & set(path.stem.split("_")) or imports.search(path.read_text())
-
-    first = [path for path in files if path.parent.name in FIRST[mutant.room]]
+    package = re.escape(".".join(module.parent.parts))
+    imports = rf"(?m)^from {package}(\.{module.name}\b| import .*\b{module.name}\b)"
     own = "worker_client" if module.parts[0] == "worker_client" else "transport"
-    about = [path for path in files if path in first or path.parent.name == own]
-    about = [path for path in about if is_about_it(path)]
-    first = about + [path for path in first if path not in about]
-    then = [path for path in files if path not in first]
+
+    def place(path):
+        """What is about the file comes first, and then what needs no socket."""
+        soon = path.parent.name in FIRST[mutant.room]
+        near = soon or path.parent.name == own
+        about = parts & set(path.stem.split("_")) or re.search(imports, path.read_text())
+        return 0 if near and about else 1 if soon else 2
+
+    files.sort(key=place)
+    first, then = ([p for p in files if (place(p) == 2) == late] for late in (False, True))
     return [[str(path.relative_to(SOUND)) for path in part] for part in (first, then)]
 
 
@@ -108,61 +102,45 @@ class Tree:
 
     def build(self):
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        switches = {"REDUCTION_BUILD_REQUIRED": "1"}
-        done = subprocess.run(
-            command, cwd=self.path, env=os.environ | switches, capture_output=True, check=False
-        )
-        return done.returncode == 0
+        return not run_command(*command, cwd=self.path, env=SWITCHES).returncode
 
     def restore(self):
         """Take the change out again, and what was compiled of it."""
         for folder in ("reducer", "worker_client", "build"):
             for sound in (SOUND / folder).rglob("*.*"):
                 mine = self.path / sound.relative_to(SOUND)
-                if sound.suffix != ".pyc" and sound.is_file():
-                    same = mine.exists() and mine.stat().st_mtime_ns == sound.stat().st_mtime_ns
-                    if not same:
-                        shutil.copy2(sound, mine)
+                if sound.suffix == ".pyc" or not sound.is_file():
+                    continue
+                if not mine.exists() or mine.stat().st_mtime_ns != sound.stat().st_mtime_ns:
+                    shutil.copy2(sound, mine)
 
-    def noticed_by(self, tests, *, whole):
-        """Return the tests that fail because of the mutant; None if none of them can begin.
-
-        Args:
-            tests: files.
-            whole: all of them; otherwise the first.
-        """
-        noticed, left_out = [], []
+    def noticed_by(self, tests):
+        """Return the first test of some files that fails because of the mutant."""
+        left_out = []
         while True:
-            run = self._run(tests, left_out, whole=whole)
-            if not run.began and not left_out:
-                if not self._run(tests[:1], (), whole=True, sound=True).began:
+            began, failed = self._run(tests, left_out)
+            if not began and not left_out:
+                if not self._run(tests[:1], (), sound=True)[0]:
                     raise RuntimeError(f"{tests[0]} does not begin without a mutant either")
-                return None
-            noticed += self._confirmed(run.failed)
-            left_out += run.failed
-            if not run.failed or (noticed and not whole) or (whole and run.whole):
-                return noticed
+                return NOT_BUILT  # it cannot be imported
+            if not failed:
+                return NOTHING
+            for test in failed:
+                # A test may fail because a machine is busy, or because the checkout is broken.
+                if test not in self._passes:
+                    self._passes[test] = not self._run([test], (), sound=True)[1]
+                if self._passes[test] and self._run([test], ())[1]:
+                    return test
+            left_out += failed
 
-    def _confirmed(self, failed):
-        """Return those of the tests that fail again, and do not where there is no mutant.
-
-        A test may fail because a machine is busy, or because the checkout is broken.
-        """
-        if unknown := [test for test in failed if test not in self._passes]:
-            sound = self._run(unknown, (), whole=True, sound=True).failed
-            self._passes |= {test: test not in sound for test in unknown}
-        passing = [test for test in failed if self._passes[test]]
-        again = self._run(passing, (), whole=True).failed if passing else ()
-        return [test for test in passing if test in again]
-
-    def _run(self, tests, left_out, *, whole, sound=False):
+    def _run(self, tests, left_out, *, sound=False):
+        """Run tests until one fails; return whether any began, and those that failed or hung."""
         tree, notes = SOUND if sound else self.path, self.path / "build/notes"
         notes.parent.mkdir(exist_ok=True)
         notes.write_text("")
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider"]
         command += ["-p", "tests.kill_matrix.plugin", "-m", "not extended"]
-        command += ["-o", f"timeout={TEST_S}", *(() if whole else ("-x",))]
-        command += [f"--deselect={test}" for test in left_out]
+        command += ["-o", f"timeout={TEST_S}", *(f"--deselect={test}" for test in left_out)]
         environment = {
             "PYTHONPATH": str(tree.absolute()),  # before the checkout, which is installed
             "PYTHONDONTWRITEBYTECODE": "1",  # two changes in one second would look alike
@@ -181,21 +159,11 @@ class Tree:
                 while process.poll() is None and time.time() - notes.stat().st_mtime < HUNG_S:
                     time.sleep(0.1)
             finally:
-                _kill(process.pid)
-        return _read(notes.read_text())
-
-
-def _read(notes):
-    lines = [line.partition(" ")[::2] for line in notes.splitlines()]
-    said = {word: [test for what, test in lines if what == word] for word in ("began", "ended")}
-    hung = [test for test in said["began"] if test not in said["ended"]]
-    failed = [test for word, test in lines if word == "failed"]
-    return Run(list(dict.fromkeys(failed + hung)), bool(said["began"]), not hung)
-
-
-def _kill(group):
-    """Kill what is left of a session of pytest: a rank, or a reducer that does not end."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+                # What is left: a rank, or a reducer that does not end.
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        lines = [line.partition(" ")[::2] for line in notes.read_text().splitlines()]
+        began, ended, failed = (
+            [test for what, test in lines if what == word] for word in ("began", "ended", "failed")
+        )
+        return bool(began), list(dict.fromkeys(failed + [one for one in began if one not in ended]))

@@ -12,7 +12,7 @@ from lab import Lab
 
 pytestmark = pytest.mark.extended(
     "tests/engine/test_lateness.py",
-    "tests/reducer/test_http.py::test_what_the_others_lose",
+    "tests/reducer/test_prometheus.py::test_every_metric_and_label",
 )
 
 WORKERS, REDUCERS, MBIT = 4, 2, 500.0

@@ -2,12 +2,13 @@
 
 import http.client
 import json
+from contextlib import closing, contextmanager
 from typing import NamedTuple
+
+from reducer.monitoring.http_port import HttpPort
 
 
 class Answer(NamedTuple):
-    """One answer."""
-
     code: int
     headers: dict[str, str]
     body: bytes
@@ -30,3 +31,10 @@ def ask(address, path, method="GET", **headers):
         return Answer(response.status, dict(response.getheaders()), response.read())
     finally:
         connection.close()
+
+
+@contextmanager
+def port_of(observer, *most):
+    """The address of a port that tells what an observer sees."""
+    with closing(HttpPort("127.0.0.1:0", *most)) as port, port.serving(observer):
+        yield port.address

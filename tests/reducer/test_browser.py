@@ -2,7 +2,7 @@
 
 import signal
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +27,7 @@ WORLD_SIZE, SLOW = 4, 2
 @contextmanager
 def pool():
     """Two reducers with HTTP ports."""
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(serving("--http", 0)) for _ in range(2))
+    with serving("--http", 0) as first, serving("--http", 0) as second:
         yield first, second
 
 
@@ -65,7 +64,7 @@ def test_it_shows_a_job_and_a_reducer_that_is_lost(launched):
                 page.shows("article.job .finding", "Rank 0 is absent: not here yet, or gone.")
                 page.shows("#summary", "Job lacks one lacks ranks.")
                 assert page.page.locator(".cell.absent[title='rank 0: absent']").count() == 1
-            page.page.set_viewport_size(dict(zip(("width", "height"), PHONE, strict=True)))
+            page.page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
             assert page.spare_width() >= 0
             assert page.unanswered == set()
             second.process.kill()
@@ -78,19 +77,15 @@ def test_it_shows_a_job_and_a_reducer_that_is_lost(launched):
 
 
 @pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
-def test_a_reducer_that_hangs_is_shown_in_time_and_its_return_as_well(launched):
-    with pool() as (first, second), opened(launched, of_both(first, second)) as page:
-        page.shows("#summary", "2 reducers serve, and wait for jobs.")
-        second.process.send_signal(signal.SIGSTOP)
-        page.shows("#reducers article", "It does not answer. Last heard ", SHOWN_S)
-        second.process.send_signal(signal.SIGCONT)
-        page.shows("#summary", "2 reducers serve, and wait for jobs.")
-        assert page.errors == []
-
-
-@pytest.mark.extended("test_it_shows_a_job_and_a_reducer_that_is_lost")
-def test_a_reducer_that_never_answers_and_another_name_of_this_one(launched):
+def test_a_reducer_that_hangs_or_never_answers_and_another_name_of_this_one(launched):
     with pool() as (first, second):
+        with opened(launched, of_both(first, second)) as page:
+            page.shows("#summary", "2 reducers serve, and wait for jobs.")
+            second.process.send_signal(signal.SIGSTOP)
+            page.shows("#reducers article", "It does not answer. Last heard ", SHOWN_S)
+            second.process.send_signal(signal.SIGCONT)
+            page.shows("#summary", "2 reducers serve, and wait for jobs.")
+            assert page.errors == []
         second.process.kill()
         second.process.wait()
         with opened(launched, of_both(first, second)) as page:
@@ -141,22 +136,15 @@ def test_a_slow_rank_is_named_with_the_reason(launched):
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
         settings = {f"LATE_{SLOW}": "0.03", "REDUCTION_JOB": "steps"}
         everyone = environments(WORLD_SIZE, [first.address, second.address], **settings)
-        with ranks(everyone, "-m", "tests.lab.straggling_rank") as job:
-            until = time.monotonic() + NAMED_S
-            while not any(one["straggler"] for one in jobs(first)):
-                assert time.monotonic() < until, job[0].err
-                time.sleep(0.1)
+        with ranks(everyone, "-m", "tests.lab.straggling_rank"):
+            eventually(lambda: any(one["straggler"] for one in jobs(first)), NAMED_S)
             found = "Rank 2 keeps the others waiting"
             page.shows("article.job .finding", found, SHOWN_S)
             sentence = page.page.locator("article.job .finding", has_text=found).inner_text()
             assert "of the time: its contributions come late, " in sentence
-            assert "ms each time." in sentence
-            cell = page.page.locator("article.job .cell.straggler")
-            assert cell.inner_text() == str(SLOW)
-            assert "the straggler" in (cell.get_attribute("title") or "")
+            assert page.page.locator("article.job .cell.straggler").inner_text() == str(SLOW)
             page.shows("#reducers figcaption", "MB/s")
             second.process.kill()
-            page.shows("#summary", "1 of 2 reducers does not answer.", SHOWN_S)
             eventually(lambda: "has lost reducer 1" in ask(first.http, "/history.json").text)
             page.shows("#events li", "has lost reducer 1", SHOWN_S)
             page.shows("article.job", "4 of 4 ranks · at 1 of 2 reducers")

@@ -1,14 +1,13 @@
 """A reducer's HTTP port: what it answers, and what bad clients cost."""
 
 import http.client
-import os
 import re
 import signal
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 
 import numpy as np
 import psutil
@@ -24,15 +23,13 @@ from reducer.server import Server
 from reducer.wire.messages import Straggler
 from tests.commands import serving
 from tests.conftest import joined, reducer_here
-from tests.reducer.asked import ask
+from tests.reducer.asked import ask, port_of
 from tests.waits import eventually, within_s
 from worker_client.client.bootstrap import connect
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
 PATHS = ["/", "/healthz", "/readyz", "/metrics", "/status.json", "/history.json"]
-
-SERVING = 2  # threads of a port that nobody asks
 
 
 @pytest.fixture(
@@ -45,16 +42,9 @@ def server(request):
 
 @pytest.fixture(scope="module")
 def port(server):
-    with own_port(server) as address:
+    with port_of(server.observer) as address:
         eventually(lambda: ask(address, "/readyz").code == 200)
         yield address
-
-
-@contextmanager
-def own_port(server, *most):
-    """The address of a port that tells of a server."""
-    with closing(HttpPort("127.0.0.1:0", *most)) as http_port, http_port.serving(server.observer):
-        yield http_port.address
 
 
 def connected(address):
@@ -79,7 +69,6 @@ def total(found, name):
 
 
 def test_what_a_job_does_is_told(server, port):
-    eventually(lambda: ask(port, "/status.json").json["jobs_total"] == 0)
     with joined(3, servers=server.address, job="visible") as clients:
         for _ in range(4):
             reduce_once(*clients, elements=300_000)
@@ -91,24 +80,17 @@ def test_what_a_job_does_is_told(server, port):
         assert (job["name"], job["generation"], job["world_size"]) == ("visible", 0, 3)
         assert (job["present"], job["ranks_present"], job["ranks_absent"]) == (3, "0-2", "")
         assert 0 < job["reserved"] == found["memory"]["reserved"] < found["memory"]["limit"]
-        assert found["memory"]["limit"] == 8 << 30
         assert [lane["answers"] for lane in found["lanes"]] == [True, True]
         counters = found["counters"]
         assert counters["bytes_in"] >= 3 * 4 * 4 * 300_000
         assert counters["contributions"] == counters["results"] > 0
-        assert counters == {
-            name: sum(lane["counters"][name] for lane in found["lanes"]) for name in counters
-        }
-
+        assert counters["results"] == sum(lane["counters"]["results"] for lane in found["lanes"])
         text = samples(ask(port, "/metrics").text)
         assert total(text, "reducer_contributions_total") == counters["contributions"]
         assert total(text, "reducer_members") == 6  # at both threads
         assert total(text, "reducer_connections") == 6
-        assert total(text, "reducer_closed_total") == total(text, "reducer_over_limit_total") == 0
         assert text['reducer_job_ranks_present{job="visible"}'] == 3
         assert text["reducer_serving"] == text['reducer_state{state="serving"}'] == 1
-        assert total(text, "reducer_state") == 1
-        assert text["process_open_fds"] > 0
     eventually(lambda: ask(port, "/status.json").json["jobs_total"] == 0)
 
 
@@ -118,41 +100,14 @@ def job_of(port, name):
     return next((job for job in jobs if job["name"] == name), None)
 
 
-def test_what_the_others_lose_by_a_rank_is_told(server, port):
-    with joined(2, servers=server.address, job="waits") as clients:
-        for _ in range(12):
-            first = clients[0].all_reduce(np.ones(64, np.float32))
-            time.sleep(0.02)
-            for work in (clients[1].all_reduce(np.ones(64, np.float32)), first):
-                work.wait(20)
-
-        def job():
-            return job_of(port, "waits")
-
-        # Neither thread knows of its latest wait yet whether it is over.
-        eventually(lambda: any(one["late_s"] >= 10 * 0.02 for one in job()["costliest_ranks"]))
-        rank = job()["costliest_ranks"][0]
-        assert rank["rank"] == 1
-        # Of 16 ms and more are those in which rank 0 was not late itself, as on a busy machine.
-        assert rank["late_waits"] >= sum(rank["late_buckets"][5:]) >= 6
-        assert job()["straggler"] is None  # after so short a time
-
-        text = samples(ask(port, "/metrics").text)
-        labels = '{cause="late",job="waits",rank="1"}'
-        assert text["reducer_job_rank_waits_total" + labels] >= rank["late_waits"]
-        assert text["reducer_job_rank_waited_seconds_total" + labels] >= 10 * 0.02
-
-
 def test_an_absent_rank_is_named(server, port):
-    with ThreadPoolExecutor(1) as pool:
-        arguments = {"servers": server.address, "world_size": 3, "job": "partial"}
-        with connect(rank=0, **arguments), connect(rank=2, **arguments) as third:
-            eventually(lambda: job_of(port, "partial"))
-            pool.submit(third.all_reduce, np.ones(1000))
-            eventually(lambda: job_of(port, "partial")["rounds"] == 1)
-            job = job_of(port, "partial")
-            assert (job["present"], job["ranks_present"], job["ranks_absent"]) == (2, "0,2", "1")
-            assert job["held"] > 0
+    arguments = {"servers": server.address, "world_size": 3, "job": "partial"}
+    with connect(rank=0, **arguments), connect(rank=2, **arguments) as third:
+        third.all_reduce(np.ones(1000))
+        eventually(lambda: (job_of(port, "partial") or {}).get("rounds") == 1)
+        job = job_of(port, "partial")
+    assert (job["present"], job["ranks_present"], job["ranks_absent"]) == (2, "0,2", "1")
+    assert job["held"] > 0
 
 
 def test_it_only_reads_what_there_is_and_tells_no_secret(port):
@@ -175,12 +130,10 @@ def test_it_only_reads_what_there_is_and_tells_no_secret(port):
     [
         (b"GET /healthz HTTP/1.0\r\n\r\n", b"200"),
         (b"GET /healthz?verbose HTTP/1.1\nHost: x\n\n", b"200"),
-        (b"GET /healthz HTTP/1.0\r\nX: " + b"x" * (http_port.MAX_HEAD_BYTES + 1), b"431"),
         (b"GET /" + b"x" * (1 << 20), b"431"),
         (b"GET /healthz HTTP/1.0\r\n" + b"X: y\r\n" * 1000 + b"\r\n", b"431"),
         (b"GET /healthz HTTP/9.0\r\n\r\n", b"505"),
         (b"GET\r\n\r\n", b"400"),
-        (b"\xff\xfe\x00\r\n\r\n", b"400"),
         (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\n\r\n", b"400"),
     ],
 )
@@ -200,16 +153,24 @@ def _receive(client):
         return b""
 
 
-def test_slow_clients_hold_no_place(monkeypatch, server):
+def test_clients_that_write_slowly_or_read_nothing_hold_no_place(monkeypatch, server):
     # One byte at a time resets any timeout of a single read.
     monkeypatch.setattr(http_port, "CONNECTION_S", 0.5)
-    before = threading.active_count()
-    with own_port(server) as address:
+    monkeypatch.setattr(status, "dump", lambda _: b"x" * (64 << 20))
+    eventually(lambda: not answering())  # an earlier test's client
+    with port_of(server.observer) as address, connected(address) as deaf:
+        deaf.sendall(b"GET /status.json HTTP/1.0\r\n\r\n")
+        eventually(answering)
         slow = [connected(address) for _ in range(4)]
         eventually(lambda: sum(_is_ended(client) for client in slow) == len(slow))
         for client in slow:
             client.close()
-        eventually(lambda: threading.active_count() <= before + SERVING)
+        eventually(lambda: not answering())
+
+
+def answering():
+    """Whether a thread of a port is in the middle of an answer."""
+    return any(thread.name == "http" for thread in threading.enumerate())
 
 
 def _is_ended(client):
@@ -226,37 +187,24 @@ def _is_ended(client):
 
 
 def test_many_clients_cost_neither_probes_nor_all_reduces(port, server):
-    with joined(2, servers=server.address, job="first") as clients:
-        reduce_once(*clients)  # libzmq keeps some files of its own from then on
-    files = psutil.Process().num_fds()
-    before = threading.active_count()
     with joined(2, servers=server.address, job="beside") as clients:
-        idle = []
-        for _ in range(200):  # more than there is room for
-            client = connected(port)
-            client.sendall(b"GET /healthz HTTP/1.0\r\nX: ")
-            idle.append(client)
+        reduce_once(*clients)
+        files, threads = psutil.Process().num_fds(), threading.active_count()
+        idle = [connected(port) for _ in range(200)]  # more than there is room for
+        for client in idle:
+            with suppress(OSError):  # of one that has made way
+                client.sendall(b"GET /healthz HTTP/1.0\r\nX: ")
         for path in PATHS * 3:
             assert ask(port, path).code == 200
         assert reduce_once(*clients) == [1.0, 1.0]
-        assert threading.active_count() < before + 10  # those of the clients; none for who waits
+        assert threading.active_count() < threads + 10  # none for who waits
         for client in idle:
             client.close()
-    eventually(lambda: psutil.Process().num_fds() <= files + 4)
-
-
-def test_a_client_that_reads_nothing_is_dropped(monkeypatch, server):
-    monkeypatch.setattr(http_port, "CONNECTION_S", 0.5)
-    monkeypatch.setattr(status, "dump", lambda _: b"x" * (64 << 20))
-    before = threading.active_count()
-    with own_port(server) as address, connected(address) as client:
-        client.sendall(b"GET /status.json HTTP/1.0\r\n\r\n")
-        eventually(lambda: threading.active_count() > before + SERVING)
-        eventually(lambda: threading.active_count() <= before + SERVING)
+        eventually(lambda: psutil.Process().num_fds() <= files + 4)
 
 
 def test_the_oldest_makes_way(server):
-    with own_port(server, 4) as address:
+    with port_of(server.observer, 4) as address:
         clients = [connected(address) for _ in range(5)]
         eventually(lambda: _is_ended(clients[0]))
         assert not any(_is_ended(client) for client in clients[1:])
@@ -268,7 +216,7 @@ def test_answers_that_nobody_reads_make_way(monkeypatch, server):
     monkeypatch.setattr(http_port, "ANSWER_S", 0.1)
     large = b"x" * (64 << 20)
     monkeypatch.setattr(status, "dump", lambda _: large)
-    with own_port(server) as address:
+    with port_of(server.observer) as address:
         deaf = [connected(address) for _ in range(2 * http_port.MAX_ANSWERS)]
         for client in deaf:
             client.sendall(b"GET /status.json HTTP/1.0\r\n\r\n")
@@ -341,7 +289,7 @@ def test_a_client_that_does_not_wait_for_the_answer_costs_no_sigpipe(port, broke
         for _ in range(3):
             with connected(port) as hasty:
                 hasty.sendall(request)
-    eventually(lambda: not [one for one in threading.enumerate() if one.name == "http"])
+    eventually(lambda: not answering())
     assert ask(port, "/healthz").code == 200
     assert broken_pipes == []
 
@@ -383,12 +331,8 @@ def test_a_thread_that_hangs_is_seen(monkeypatch):
     monkeypatch.setattr("reducer.monitoring.observer.ANSWER_S", 0.2)
     inbox = StatusInbox(engine=None, guard=None, port=1)  # nobody answers
     inbox.ticked = time.monotonic()
-    forever = threading.Event()
-    thread = threading.Thread(target=forever.wait, daemon=True)  # should this test fail
-    thread.start()
-    observer = Observer(
-        [inbox], [thread], threading.Event(), version="0.1", address="a:1", incarnation="i"
-    )
+    about = {"version": "0.1", "address": "a:1", "incarnation": "i"}
+    observer = Observer([inbox], [threading.main_thread()], threading.Event(), **about)
     assert observer.unhealthy() == ""
     found = observer.status()
     assert found.state == "failing"
@@ -398,8 +342,6 @@ def test_a_thread_that_hangs_is_seen(monkeypatch):
     text = samples(_text(found))
     assert text['reducer_lane_up{port="1"}'] == text["reducer_serving"] == 0
     assert text['reducer_state{state="failing"}'] == total(text, "reducer_state") == 1
-    forever.set()
-    thread.join()
 
 
 def test_an_error_while_looking_is_the_askers():
@@ -419,37 +361,27 @@ def view(name, *ranks, **others):
     return JobView(name=name, ranks=frozenset(ranks), **values)
 
 
-def test_jobs_of_several_threads_are_joined():
-    first, second = merge_jobs(
-        [
-            view("a", 0, 1, 2, rounds=3),
-            view("b", 0, 1, 2, 3, reserved=99),
-            view("a", 0, 2),
-        ]
-    )
-    assert (first.name, first.present, first.ranks_absent) == ("b", 4, "")
-    assert (second.name, second.ranks_present, second.ranks_absent) == ("a", "0,2", "1,3")
-    assert (second.reserved, second.held, second.rounds) == (20, 2, 3)
-
-
-def test_what_threads_know_of_ranks_is_joined():
+def test_what_several_threads_know_of_jobs_is_joined():
     def waits(rank, *lasted_ms):
         buckets = [sum(bucket_of(1000 * ms) == at for ms in lasted_ms) for at in range(BUCKETS)]
         return RankWaits(rank, Waits(1000 * sum(lasted_ms), tuple(buckets)), Waits())
 
     often, seldom = (Straggler(rank, "slow", share, 0.01) for rank, share in ((2, 0.9), (1, 0.5)))
-    (job,) = merge_jobs(
-        [
-            view("a", 0, waits=(waits(1, 30), waits(2, 10, 10)), straggler=seldom),
-            view("a", 0, waits=(waits(2, 20, 20),), straggler=often),
-            view("a", 0),
-        ]
-    )
-    told = [(one.rank, one.late_waits, one.late_s) for one in job.costliest_ranks]
+    views = [
+        view("a", 0, 1, 2, rounds=3, waits=(waits(1, 30), waits(2, 10, 10)), straggler=seldom),
+        view("b", 0, 1, 2, 3, reserved=99),
+        view("a", 0, 2, waits=(waits(2, 20, 20),), straggler=often),
+        view("a", 0, 2),
+    ]
+    first, second = merge_jobs(views)
+    assert (first.name, first.present, first.ranks_absent) == ("b", 4, "")
+    assert (second.name, second.ranks_present, second.ranks_absent) == ("a", "0,2", "1,3")
+    assert (second.reserved, second.held, second.rounds) == (30, 3, 3)
+    told = [(one.rank, one.late_waits, one.late_s) for one in second.costliest_ranks]
     assert told == [(2, 4, 0.06), (1, 1, 0.03)]
-    assert [one.late_buckets[4:7] for one in job.costliest_ranks] == [(2, 2, 0), (0, 1, 0)]
-    assert job.straggler == often
-    text = samples(_text(status_of([view("a", 0, straggler=often)])))
+    assert [one.late_buckets[4:7] for one in second.costliest_ranks] == [(2, 2, 0), (0, 1, 0)]
+    assert second.straggler == often
+    text = samples(_text(status_of(views)))
     assert text['reducer_job_straggler_share{cause="slow",job="a",rank="2"}'] == 0.9
 
 
@@ -475,15 +407,8 @@ def test_labels_are_bounded_and_no_series_is_told_twice():
     assert len(keys) == len(set(keys))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 2, 3, 7], "0,2-3,7")],
-)
-def test_ranges(ranks, text):
-    assert status.ranges(ranks) == text
-
-
-def test_ranges_are_bounded():
+def test_ranges_are_short():
+    assert [status.ranges(ranks) for ranks in ([], [0, 2, 3, 7])] == ["", "0,2-3,7"]
     text = status.ranges(range(0, 10_000, 2))
     assert text.endswith(",126,...")
     assert text.count(",") == status.MAX_RANGES
@@ -501,18 +426,6 @@ def test_it_drains_before_it_ends():
                     answers.append((ready.code, health.code, health.body))
         assert reducer.process.wait(10) == 0
     assert (503, 200, b"ok\n") in answers
-
-
-def test_a_stopped_process_does_not_answer_and_goes_on():
-    with serving("--http", 0) as reducer:
-        os.kill(reducer.process.pid, signal.SIGSTOP)
-        with connected(reducer.http) as client:
-            client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-            client.settimeout(0.3)
-            with pytest.raises(TimeoutError):
-                client.recv(1)
-        os.kill(reducer.process.pid, signal.SIGCONT)
-        assert ask(reducer.http, "/healthz").code == 200
 
 
 def test_it_is_off_unless_it_is_asked_for(monkeypatch):

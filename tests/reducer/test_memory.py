@@ -8,25 +8,17 @@ from reducer.memory import memory_limit
 
 MIB = 1 << 20
 LIMIT, UNLIMITED = f"{512 * MIB}\n", "9223372036854771712\n"
+POD = b"0::/pod/reducer\n"
 V1 = "memory.limit_in_bytes"
+V1_ROOT = f"memory/{V1}"
 # What /proc/self/cgroup says, and files below /sys/fs/cgroup.
 GROUPS = {
-    "version 2": (b"0::/pod/reducer\n", {"pod/reducer/memory.max": LIMIT}),
-    "a group around it": (
-        b"0::/pod/reducer\n",
-        {"pod/memory.max": LIMIT, "pod/reducer/memory.max": "max\n"},
-    ),
-    "the lowest": (
-        b"0::/pod/reducer\n",
-        {"pod/memory.max": f"{600 * MIB}\n", "pod/reducer/memory.max": LIMIT},
-    ),
+    "a group around it": (POD, {"pod/memory.max": LIMIT, "pod/reducer/memory.max": "max\n"}),
+    "the lowest": (POD, {"pod/memory.max": f"{600 * MIB}\n", "pod/reducer/memory.max": LIMIT}),
     "seen from inside": (b"0::/\n", {"memory.max": LIMIT}),
     "it is elsewhere": (b"0::/../other\n", {"memory.max": LIMIT}),
-    "version 1": (
-        b"3:cpu:/a\n2:memory:/a:b\n",
-        {f"memory/a:b/{V1}": LIMIT, f"memory/{V1}": UNLIMITED},
-    ),
-    "version 1, elsewhere": (b"2:memory:/docker/1\n", {f"memory/{V1}": LIMIT}),
+    "version 1": (b"3:cpu:/a\n2:memory:/a:b\n", {f"memory/a:b/{V1}": LIMIT, V1_ROOT: UNLIMITED}),
+    "version 1, elsewhere": (b"2:memory:/docker/1\n", {V1_ROOT: LIMIT}),
     "several controllers": (b"2:memory,hugetlb:/a\n", {f"memory,hugetlb/a/{V1}": LIMIT}),
     "a name of any bytes": (b"0::/\xff\xe2\x80\xa8\n", {"memory.max": LIMIT}),
 }

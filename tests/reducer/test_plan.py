@@ -29,10 +29,8 @@ def card_s(n, k, kind, links=LINKS):
         (8, 100, 32, 25),  # the rule's published examples
         (5, 100, 32, 16),
         (1, 100, 100, 1),
-        (4, 25, 25, 4),
         (3, 0.1, 0.1, 3),  # in binary a little more than 3
         (7, 0.3, 0.7, 3),
-        (1000, 100, 1, 100_000),
         (2, 1, 100, 1),
     ],
 )
@@ -76,28 +74,26 @@ def test_the_split_is_the_one_that_buffers_are_cut_by(pool, nbytes):
             assert (shard.end - shard.start) / nbytes == pytest.approx(float(share), rel=0.01)
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 64])
+@pytest.mark.parametrize("n", [2, 64])
 def test_corners_of_the_cards(n):
     assert card_s(n, n, "pool") == pytest.approx(1 / 100)
     assert card_s(n, 2 * n, "pool") == pytest.approx(1 / 100)
-    assert card_s(n, 1, "pool") == pytest.approx(n / 100)
     assert card_s(n, 0, "embedded") == pytest.approx(network_model.ring_factor(n) / 100)
     # A fast reducer does for several slow ones.
     one_fast = network_model.Network(100.0, 100.0 * n)
     assert card_s(n, 1, "pool", one_fast) == pytest.approx(1 / 100)
 
 
-def test_large_buffers_take_what_the_cards_take():
-    network = network_model.Network(1e9, 1e9, 1e-4)
-    seconds = network_model.all_reduce_s(1e11, 8, 8, "pool", network)
-    assert seconds == pytest.approx(100, rel=0.005)
-    assert network_model.ring_s(1e11, 8, network) == pytest.approx(175, rel=0.005)
-
-
-def test_small_buffers_take_a_round_trip_and_no_more_than_a_ring():
-    network = network_model.Network(1e9, 1e9, 1e-3)
-    assert network_model.all_reduce_s(64, 8, 8, "pool", network) == pytest.approx(1e-3, rel=0.01)
-    assert network_model.ring_s(64, 8, network) == pytest.approx(7e-3, rel=0.01)
+@pytest.mark.parametrize(
+    ("nbytes", "latency_s", "pool_s", "ring_s"), [(1e11, 1e-4, 100, 175), (64, 1e-3, 1e-3, 7e-3)]
+)
+def test_large_buffers_take_what_cards_take_and_small_ones_a_round_trip(
+    nbytes, latency_s, pool_s, ring_s
+):
+    network = network_model.Network(1e9, 1e9, latency_s)
+    taken_s = network_model.all_reduce_s(nbytes, 8, 8, "pool", network)
+    assert taken_s == pytest.approx(pool_s, rel=0.01)
+    assert network_model.ring_s(nbytes, 8, network) == pytest.approx(ring_s, rel=0.01)
 
 
 @given(st.integers(2, 32))
@@ -131,10 +127,11 @@ def test_buckets_are_those_of_the_hook():
 
 def test_rows_and_costs():
     found = plan.plan(job(worker_cost=4.0, reducer_cost=0.5))
-    assert [row.reducers for row in found.rows] == [0, 1, 2, 4]
-    assert [row.topology for row in found.rows] == ["embedded", "mixed", "mixed", "pool"]
+    assert [(row.reducers, row.topology) for row in found.rows] == [
+        *((0, "embedded"), (1, "mixed"), (2, "mixed"), (4, "pool"))
+    ]
     last = found.rows[-1]
-    assert found.reducers_needed == last.reducers == 4
+    assert found.reducers_needed == 4
     assert last.cost_per_hour == 18
     assert last.speedup == pytest.approx(1.5, rel=0.05)
     assert last.cost_saved == pytest.approx(1 - 18 / 16 / last.step_speedup)
@@ -144,26 +141,14 @@ def test_rows_and_costs():
     assert [row.reducers for row in plan.plan(job(), [8, 3, 3]).rows] == [3, 8]
 
 
-@pytest.mark.parametrize("needed", [1, 2, 3, 4, 5, 16, 25])
-def test_default_sizes(needed):
-    sizes = plan.default_sizes(needed)
-    assert sizes == sorted(set(sizes))
-    assert (sizes[0], sizes[-1]) == (0, needed)
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"workers": 1}, "workers must be from 2 to 65536"),
         ({"workers": 10**15}, "workers must be from 2 to 65536"),
-        ({"worker_gbps": 0.0}, "worker_gbps must be from 0.001 to"),
-        ({"worker_gbps": 1e-320}, "worker_gbps must be from 0.001 to"),
         ({"reducer_gbps": 1e308}, "reducer_gbps must be from 0.001 to"),
         ({"reducer_gbps": float("nan")}, "reducer_gbps must be from 0.001 to"),
-        ({"nbytes": 0}, "nbytes must be from 1 to"),
         ({"nbytes": 10**400}, "nbytes must be from 1 to"),
         ({"backward_s": -1.0}, "backward_s must be from 0 to"),
-        ({"reducer_cost": -1.0}, "reducer_cost must be from 0 to"),
         ({"mtu": 52}, "mtu must be from 53 to 65536"),
     ],
 )
@@ -172,22 +157,14 @@ def test_what_cannot_be_planned(wrong, says):
         job(**wrong)
 
 
-def test_packets():
-    assert network_model.payload_share(1500) == pytest.approx(0.957, abs=0.001)
-    assert network_model.payload_share(8896) > 0.99
-
-
 @pytest.mark.parametrize(
     ("given", "nbytes"),
     [
         ((None, None, "fp32"), 10**9),
         (("400MB", None, "fp32"), 400 * 10**6),
-        (("1GiB", None, "fp32"), 1 << 30),
         ((None, "1.5B", "fp32"), 6 * 10**9),
-        ((None, "350M", "bf16"), 700 * 10**6),
         ((None, "1000", "fp64"), 8000),
         ((None, "1000", "int8"), 4 * 256),
-        ((None, "1000", "fp8_e4m3"), 4 * 256),
     ],
 )
 def test_sizes_of_models(given, nbytes):
@@ -208,13 +185,10 @@ def test_bad_sizes_of_models(arguments, says):
         plan_command.gradient_bytes(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [("0", 0), ("200ms", 0.2), ("1.5s", 1.5), ("90 us", 9e-5), ("2", 2)]
-)
-def test_durations(text, value):
-    assert plan_command.seconds("backward", text) == pytest.approx(value)
+def test_durations():
+    assert plan_command.seconds("backward", "0") == 0  # and otherwise as in settings
     with pytest.raises(ConfigError, match="backward: write a duration"):
-        plan_command.seconds("backward", f"{text}x")
+        plan_command.seconds("backward", "2x")
 
 
 MACHINES = "--worker-machine n1-highmem-96 --accelerator NVIDIA_TESLA_V100:8"
@@ -239,15 +213,8 @@ def test_what_the_command_prints():
 
 
 def machines(**others):
-    values = {
-        "workers": 2,
-        "reducers": 2,
-        "worker_machine": "w",
-        "reducer_machine": "r",
-        "worker_image": "wi",
-        "reducer_image": "ri",
-        "command": ("c",),
-    }
+    values = {"workers": 2, "reducers": 2, "worker_machine": "w", "reducer_machine": "r"}
+    values |= {"worker_image": "wi", "reducer_image": "ri", "command": ("c",)}
     return vertex.Machines(**{**values, **others})
 
 

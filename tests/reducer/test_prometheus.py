@@ -11,7 +11,6 @@ import subprocess
 import time
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode
@@ -56,21 +55,24 @@ def substituted(query, **others):
     return query
 
 
-# -- what needs no Prometheus ---------------------------------------------------------------------
-
-
 def test_every_metric_and_label_is_one_that_a_reducer_tells():
-    with (
-        serving("--http", 0) as reducer,
-        joined(2, servers=reducer.address, job="told") as clients,
-    ):
-        for _ in range(5):  # of the second rank the others' waits are told
+    families, waits = [], {}
+
+    def waited():
+        families[:] = text_string_to_metric_families(ask(reducer.http, "/metrics").text)
+        for sample in (sample for each in families for sample in each.samples):
+            if sample.labels == {"cause": "late", "job": "told", "rank": "1"}:
+                waits[sample.name] = sample.value
+        return waits.get("reducer_job_rank_waited_seconds_total", 0) >= 5 * 0.02
+
+    with serving("--http", 0) as reducer, joined(2, servers=reducer.address, job="told") as clients:
+        for _ in range(10):  # of the second rank the others' waits are told
             first = clients[0].all_reduce(np.ones(64, np.float32))
             time.sleep(0.02)
             for work in (clients[1].all_reduce(np.ones(64, np.float32)), first):
                 work.wait(20)
-        eventually(lambda: 'rank="1"' in ask(reducer.http, "/metrics").text)
-        families = list(text_string_to_metric_families(ask(reducer.http, "/metrics").text))
+        eventually(waited)
+    assert 5 <= waits["reducer_job_rank_waits_total"] <= 12
     names = {family.name + "_total" * (family.type == "counter") for family in families}
     labels = {label for each in families for sample in each.samples for label in sample.labels}
     asked = [query for _, query in queries()] + [alert["expr"] for alert in ALERTS]
@@ -89,32 +91,16 @@ def test_the_dashboard_can_be_imported_beside_others():
     every = DASHBOARD["panels"]
     assert len({panel["id"] for panel in every}) == len(every)
     assert "id" not in DASHBOARD  # that is another one in every Grafana
-    assert re.fullmatch(r"[\w-]{1,40}", DASHBOARD["uid"])
-    assert VARIABLES["datasource"]["type"] == "datasource"
     source = {"type": "prometheus", "uid": "${datasource}"}
     assert [VARIABLES[name]["datasource"] for name in ("instance", "job")] == [source] * 2
     for panel in PANELS:
         assert panel["datasource"] == source
-        assert panel["description"].endswith(".")
         references = [target["refId"] for target in panel["targets"]]
         assert len(set(references)) == len(references) > 0
         for target in panel["targets"]:
             assert target["datasource"] == source
-            assert target["legendFormat"]
             said = set(re.findall(r"\$(\w+)", target["expr"]))
             assert said <= {*VARIABLES, "__rate_interval"}
-
-
-def test_no_panel_lies_on_another():
-    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    assert all(place["x"] + place["w"] <= 24 for place in places)
-    for one, other in combinations(places, 2):
-        assert (
-            one["x"] + one["w"] <= other["x"]
-            or other["x"] + other["w"] <= one["x"]
-            or one["y"] + one["h"] <= other["y"]
-            or other["y"] + other["h"] <= one["y"]
-        ), (one, other)
 
 
 def test_every_alert_says_what_to_do_and_is_tested_both_ways():
@@ -127,31 +113,16 @@ def test_every_alert_says_what_to_do_and_is_tested_both_ways():
         assert fires == {True, False}, alert["alert"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("check", "rules", RULES),
-        ("test", "rules", RULES_TESTS),
-        ("check", "config", CONFIG),
-    ],
-    ids=["rules", "tests", "config"],
-)
-def test_promtool_accepts(arguments):
+@pytest.mark.parametrize(("verb", "file"), [("test rules", RULES_TESTS), ("check config", CONFIG)])
+def test_promtool_accepts(verb, file):
     if not shutil.which("promtool"):
         pytest.skip("there is no `promtool`: make test-tools")
-    done = run_command("promtool", *arguments)
+    done = run_command("promtool", *verb.split(), file)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-# -- a real one -----------------------------------------------------------------------------------
-
-
 class Prometheus(NamedTuple):
-    """A Prometheus that answers.
-
-    Attributes:
-        address: ``HOST:PORT``.
-    """
+    """A Prometheus that answers."""
 
     address: str
 
@@ -167,17 +138,9 @@ class Prometheus(NamedTuple):
         series = [(each["metric"], float(each["value"][1])) for each in found]
         return sorted(series, key=lambda one: sorted(one[0].items()))
 
-    def ready(self):
-        """Whether it answers already."""
-        try:
-            return ask(self.address, "/-/ready").code == 200
-        except ConnectionError:
-            return False
-
-    def alerts(self, name):
-        """Return the labels of an alert, pending or firing, as often as it is either."""
-        found = self.ask("alerts")["alerts"]
-        return [each["labels"] for each in found if each["labels"]["alertname"] == name]
+    def alerts(self):
+        """Return the labels of all alerts, pending or firing."""
+        return [each["labels"] for each in self.ask("alerts")["alerts"]]
 
 
 @contextmanager
@@ -191,24 +154,16 @@ def prometheus(folder, targets):
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     (port,) = free_ports(1)
     said = folder / "prometheus.log"
+    command = ["prometheus", f"--config.file={folder / 'prometheus.yaml'}"]
+    command += [f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address=127.0.0.1:{port}"]
     with (
         said.open("w") as log,
-        subprocess.Popen(
-            [
-                "prometheus",
-                f"--config.file={folder / 'prometheus.yaml'}",
-                f"--storage.tsdb.path={folder / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        ) as process,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process,
     ):
         try:
-            its = Prometheus(f"127.0.0.1:{port}")
-            in_time(lambda: process.poll() is not None or its.ready())
+            in_time(lambda: process.poll() is not None or "ready to receive" in said.read_text())
             assert process.poll() is None, said.read_text()
-            yield its
+            yield Prometheus(f"127.0.0.1:{port}")
         finally:
             process.kill()
 
@@ -282,13 +237,12 @@ def test_what_the_dashboard_shows_is_so(watched):
 @pytest.mark.extended("test_every_metric_and_label_is_one_that_a_reducer_tells")
 def test_the_alerts_are_evaluated_and_name_the_straggler(watched):
     its, pool = watched
-    told = {"exported_job": "steps", "rank": f"{LATE_RANK}", "cause": "late"}
-    in_time(lambda: any(told.items() <= alert.items() for alert in its.alerts("JobStraggler")))
+    told = {"alertname": "JobStraggler", "rank": f"{LATE_RANK}", "cause": "late"}
+    in_time(lambda: any(told.items() <= alert.items() for alert in its.alerts()))
     (group,) = its.ask("rules")["groups"]
     assert [rule["name"] for rule in group["rules"]] == [alert["alert"] for alert in ALERTS]
     assert {(rule["health"], rule.get("lastError", "")) for rule in group["rules"]} == {("ok", "")}
-    assert {each["labels"]["alertname"] for each in its.ask("alerts")["alerts"]} == {"JobStraggler"}
+    assert {alert["alertname"] for alert in its.alerts()} == {"JobStraggler"}
     pool[0].process.kill()  # the job goes on with the other one
-    in_time(lambda: its.alerts("ReducerDown"))
-    (down,) = its.alerts("ReducerDown")
-    assert down["instance"] == pool[0].http
+    down = {"alertname": "ReducerDown", "instance": pool[0].http}
+    in_time(lambda: any(down.items() <= alert.items() for alert in its.alerts()))

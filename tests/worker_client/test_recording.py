@@ -13,21 +13,17 @@ import pytest
 from reducer.errors import ConfigError, MismatchError, ReductionError, ReductionTimeout
 from reducer.wire.messages import Straggler
 from tests import inside
-from tests.commands import run_command
+from tests.commands import run_here
 from tests.conftest import joined, reducer_here
 from tests.waits import eventually
 from tests.worker_client.transcripts import GOLDEN, scenarios
 from worker_client.client import recording
-from worker_client.client.client import Client
 from worker_client.commands.doctor.dumps import examine_dumps
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
-DOCTOR = (sys.executable, "-c", "from worker_client.cli import main; main()", "doctor")
 SIZES = (1000, 300, 40, 60)
 
-
-# -- what the doctor finds ------------------------------------------------------------------------
 
 SCENARIOS = scenarios("findings.txt")
 RANK = re.compile(r"  (earlier )?rank (\d+): (.*)")
@@ -39,6 +35,8 @@ def entries(calls):
     made = {}
     for at, (name, elements, how) in enumerate(CALL.fullmatch(one).groups() for one in calls):
         made[name] = made.get(name, -1) + 1
+        its = {"name": name, "call": None if how == "-" else made[name], "op": "mean"}
+        its["error"] = {"type": "ReductionError", "message": "failed"} if how else None
         yield {
             "record_id": at,
             "pg_id": int(name is not None),
@@ -47,12 +45,7 @@ def entries(calls):
             "time_created_ns": at,
             "retired": True,
             "frames": [],
-            "reduction": {
-                "name": name,
-                "call": None if how == "-" else made[name],
-                "op": "mean",
-                "error": {"type": "ReductionError", "message": "failed"} if how else None,
-            },
+            "reduction": its,
         }
 
 
@@ -63,16 +56,9 @@ def test_findings(scenario, tmp_path):
     for run, rank, calls in ranks:
         of_the_run = range(1 + max(int(other) for its, other, _ in ranks if its == run))
         began_ns = 0 if run else 1000
-        about = {
-            "job": "job",
-            "generation": 0,
-            "rank": int(rank),
-            "ranks": [*of_the_run],
-            "present": [*of_the_run],
-            "joined_late": False,
-            "began_ns": began_ns,
-            "written_ns": began_ns + 100,
-        }
+        about = {"job": "job", "generation": 0, "rank": int(rank), "joined_late": False}
+        about |= {"ranks": [*of_the_run], "present": [*of_the_run]}
+        about |= {"began_ns": began_ns, "written_ns": began_ns + 100}
         path = tmp_path / f"calls-{run or ''}{rank}.json"
         path.write_text(json.dumps({"entries": [*entries(calls.split())], "reduction": about}))
     said = [f"  doctor: {found.message}" for found in examine_dumps(tmp_path)]
@@ -83,7 +69,6 @@ def test_findings(scenario, tmp_path):
     ("text", "message"),
     [
         (None, "set REDUCTION_DUMP to a directory at every rank"),
-        ("{}", "calls-0.json is no file of a rank's calls"),
         ("{", "calls-0.json is no file of a rank's calls"),
         ("[" * 100_000, "calls-0.json is no file of a rank's calls"),
         ('{"entries": [], "reduction": {"job": 1, "ranks": "x"}}', "is no file of a rank's calls"),
@@ -94,9 +79,6 @@ def test_what_cannot_be_read_is_refused(tmp_path, text, message):
         (tmp_path / "calls-0.json").write_text(text)
     with pytest.raises(ConfigError, match=message):
         examine_dumps(tmp_path)
-
-
-# -- what clients write ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -156,8 +138,7 @@ def document(dumps, job, rank):
 )
 def test_who_left_a_call_out_is_named(server, dumps, named, where, what):
     job = f"named/{named}"
-    errors = trained(server, job, 3, lambda client: train(client, (2, 2), named=named))
-    assert any(errors)
+    assert any(trained(server, job, 3, lambda client: train(client, (2, 2), named=named)))
     (found,) = examine_dumps(dumps)
     assert found[:4] == (job, *where)
     assert f"did not make {what} (mean of Float [40x2] at {__file__}" in found.message
@@ -195,19 +176,18 @@ def test_calls_have_the_same_places_in_all_files(server, dumps):
     for rank in range(2):
         entries = document(dumps, "places", rank)["entries"]
         assert "".join(map(described, entries)) == (GOLDEN / "calls.txt").read_text()
-    told = [
-        (one.rank, "all-reduce 1 (mean of complex64" in one.message) for one in examine_dumps(dumps)
-    ]
-    assert told == [(0, True), (1, True)], "nothing of the names that are none"
+    for rank, found in enumerate(examine_dumps(dumps)):  # nothing of the names that are none
+        assert found.rank == rank
+        assert "all-reduce 1 (mean of complex64" in found.message
 
 
 def test_the_command_ends_as_what_it_finds(server, dumps):
     assert trained(server, "well", 2, train) == ["", ""]
-    said = run_command(*DOCTOR, "--dump", dumps)
+    said = run_here(f"worker-client doctor --dump {dumps}")
     well = "no call failed, and all ranks made the same ones\n"
     assert (said.returncode, said.stdout) == (0, well)
     (dumps / "well" / "calls-1.json").unlink()
-    said = run_command(*DOCTOR, "--json", "--dump", dumps)
+    said = run_here(f"worker-client doctor --json --dump {dumps}")
     assert said.returncode == 1
     (found,) = json.loads(said.stdout)["findings"]
     assert found["message"].startswith("rank 1 left no file")
@@ -224,16 +204,6 @@ def test_a_child_leaves_its_parents_file_alone(server, dumps):
         assert not dumps.exists()
         ones(client, 2).wait()
     assert len(document(dumps, "forked", 0)["entries"]) == 2
-
-
-def test_a_generation_has_files_of_its_own(server, dumps):
-    for generation in range(2):
-        with joined(1, servers=server, job="restarted", generation=generation) as (client,):
-            ones(client, 2).wait()
-    assert {path.parent.name for path in dumps.rglob("calls-0.json")} == {
-        "restarted",
-        "restarted-generation-1",
-    }
 
 
 @pytest.mark.extended("test_who_left_a_call_out")
@@ -254,13 +224,13 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(server, dumps):
         os.close(descriptor)
 
 
-def test_the_file_is_bounded(server, dumps):
-    def steps(client):
-        for _ in range(recording.KEPT + 20):
-            ones(client, 1).wait()
-
-    assert trained(server, "many", 1, steps) == [""]
-    entries = document(dumps, "many", 0)["entries"]
+def test_the_file_is_bounded_and_a_generation_has_one_of_its_own(server, dumps):
+    for generation, calls in enumerate((2, recording.KEPT + 20)):
+        with joined(1, servers=server, job="again", generation=generation) as (client,):
+            for _ in range(calls):
+                ones(client, 1).wait()
+    assert len(document(dumps, "again", 0)["entries"]) == 2
+    entries = document(dumps, "again-generation-1", 0)["entries"]
     assert [entry["collective_seq_id"] for entry in entries] == [*range(20, recording.KEPT + 20)]
     assert {entry["state"] for entry in entries} == {"completed"}
     times = [(one["time_created_ns"], one["time_discovered_completed_ns"]) for one in entries]
@@ -286,11 +256,6 @@ def test_what_cannot_be_written_fails_no_call(server, dumps, caplog):
     assert all("disagree on total_bytes" in error for error in errors)
     assert "the latest calls could not be written: " in caplog.text
     assert "another directory (REDUCTION_DUMP)" in caplog.text
-
-
-def test_nothing_is_recorded_unless_asked_for(server):
-    with joined(1, servers=server, job="plain") as (client,):
-        assert type(client) is Client
 
 
 @pytest.mark.extended("test_calls_have_the_same_places")

@@ -2,9 +2,13 @@
 
 import json
 import logging
+import math
 import os
 import re
+import shutil
 import time
+from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,22 +30,39 @@ ABOUT = {"kind": "rank", "rank": 0, "job": "job"}
 
 def events(path, kind="X"):
     """The events of one kind, from a file that must be whole."""
-    return [event for event in json.loads(path.read_bytes()) if event["ph"] == kind]
+    found = json.loads(path.read_bytes())
+    check_nesting(found)
+    return [event for event in found if event["ph"] == kind]
 
 
-# -- the file -----------------------------------------------------------------------------------
+def check_nesting(events):
+    """Look at a timeline as a viewer does: of a thread's slices one is in another, or beside it."""
+    assert {event["ph"] for event in events} <= {"M", "X", "i"}
+    ends_ns = defaultdict(list)  # of the slices that are open, by thread
+    slices = (event for event in events if event["ph"] == "X")
+    for event in sorted(slices, key=lambda one: (one["ts"], -one["dur"])):
+        begin_ns, lasts_ns = round(1000 * event["ts"]), round(1000 * event["dur"])
+        around_ns = ends_ns[event["pid"], event["tid"]]
+        while around_ns and around_ns[-1] <= begin_ns:
+            around_ns.pop()
+        assert 0 <= lasts_ns <= (around_ns[-1] if around_ns else math.inf) - begin_ns
+        around_ns.append(begin_ns + lasts_ns)
 
 
 @pytest.fixture
-def lines(tmp_path, monkeypatch):
+def path(tmp_path):
+    return tmp_path / "folder" / "file.json"
+
+
+@pytest.fixture
+def lines(path, monkeypatch):
     monkeypatch.setattr(timeline, "FLUSH_S", 0.01)
-    made = Timeline(tmp_path / "folder" / "file.json", "a process", ABOUT, most_bytes=20_000)
+    made = Timeline(path, "a process", ABOUT, most_bytes=20_000)
     yield made
     made.close()
 
 
-def test_the_file_is_whole_at_any_time(lines, tmp_path):
-    path = tmp_path / "folder" / "file.json"
+def test_the_file_is_whole_at_any_time(lines, path):
     assert events(path, "i")[0]["args"]["rank"] == 0
     for number in range(50):
         lines.slice("track", f"slice {number}", (number, number + 0.5), {})
@@ -51,56 +72,47 @@ def test_the_file_is_whole_at_any_time(lines, tmp_path):
     assert {event["dur"] for event in events(path)} == {500_000.0}
 
 
-def test_what_overlaps_is_in_lanes_of_its_own(lines, tmp_path):
+def test_what_overlaps_is_in_lanes_of_its_own(lines, path):
     parts = (("first", 0.0, 2.0), ("second", 2.0, 3.0))
     lines.slice("track", "short", (1.0, 2.0), {})
     lines.slice("track", "long", (0.0, 3.0), {}, parts)
     lines.slice("track", "after both", (3.0, 4.0), {})
     lines.slice("other", "elsewhere", (0.0, 9.0), {})
     lines.close()
-    path = tmp_path / "folder" / "file.json"
+    named = (event for event in events(path, "M")[1:] if "name" in event["args"])
+    names = {event["tid"]: event["args"]["name"] for event in named}
     lanes = {}
     for event in events(path):
-        lanes.setdefault(event["tid"], []).append(event["name"])
-    assert list(lanes.values()) == [
-        ["short", "after both"],
-        ["long", "first", "second"],
-        ["elsewhere"],
-    ]
-    names = {
-        event["tid"]: event["args"]["name"]
-        for event in events(path, "M")[1:]
-        if "name" in event["args"]
+        lanes.setdefault(names[event["tid"]], []).append(event["name"])
+    assert lanes == {
+        "track": ["short", "after both"],
+        "track 2": ["long", "first", "second"],
+        "other": ["elsewhere"],
     }
-    assert [names[tid] for tid in lanes] == ["track", "track 2", "other"]
 
 
-def test_the_file_is_bounded(lines, tmp_path, caplog):
+def test_the_file_is_bounded(lines, path, caplog):
     for number in range(1000):
         lines.slice("track", "slice", (number, number + 1), {"text": "x" * 100})
         time.sleep(0.0001)
     lines.close()
-    path = tmp_path / "folder" / "file.json"
     assert 2_000 < path.stat().st_size < 20_000 + 1_000
     assert events(path, "i")[-1]["name"] == "the file is full"
     assert "is full: what follows is left out" in caplog.text
 
 
-def test_what_nobody_could_write_is_counted(tmp_path, monkeypatch):
+def test_what_nobody_could_write_is_counted(path, monkeypatch):
     monkeypatch.setattr(timeline, "MOST_WAITING", 10)
     monkeypatch.setattr(timeline, "FLUSH_S", 60)
-    made = Timeline(tmp_path / "file.json", "a process", ABOUT)
+    made = Timeline(path, "a process", ABOUT)
     for number in range(25):
         made.slice("track", "slice", (number, number + 1), {})
     made.close()
-    made.close()  # again
-    assert len(events(tmp_path / "file.json")) == 10
-    assert events(tmp_path / "file.json", "i")[-1]["name"] == "15 events are missing"
+    assert len(events(path)) == 10
+    assert events(path, "i")[-1]["name"] == "15 events are missing"
 
 
-def test_what_is_logged_is_shown_and_by_logging_what_cannot_be(
-    lines, tmp_path, capsys, monkeypatch
-):
+def test_what_is_logged_is_shown_and_what_cannot_be_is_said(lines, path, capsys, monkeypatch):
     mine, handler = logging.getLogger("tests.timeline"), LogEvents(lines, logging.WARNING)
     monkeypatch.setattr(mine, "propagate", False)
     mine.addHandler(handler)
@@ -109,7 +121,7 @@ def test_what_is_logged_is_shown_and_by_logging_what_cannot_be(
     mine.warning("%d", "no number")
     mine.removeHandler(handler)
     lines.close()
-    told = events(tmp_path / "folder" / "file.json", "i")[1:]
+    told = events(path, "i")[1:]
     assert [(one["name"], one["args"]["level"]) for one in told] == [("a warning", "warning")]
     assert capsys.readouterr().err.count("Logging error") == 1
 
@@ -122,9 +134,6 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
             connect(rank=0, world_size=1, servers=server.address, job="nowhere")
 
 
-# -- what a client shows ------------------------------------------------------------------------
-
-
 @pytest.fixture
 def job(tmp_path):
     """Two ranks at one reducer, all of which write timelines into a directory."""
@@ -133,6 +142,10 @@ def job(tmp_path):
         settings = {"job": "a/job", "timeout": 5, "cycle_time": "30s"}
         with joined(2, servers=server.address, **settings) as clients:
             yield clients, tmp_path
+
+
+def ones(client, size, **how):
+    client.all_reduce(np.ones(size, np.float32), **how).wait()
 
 
 SHOWN = ("bytes", "dtype", "op", "rank", "tensors", "job", "error")  # of a slice's arguments
@@ -168,7 +181,7 @@ def test_what_a_rank_shows(job, devices):
         for size in (1, 1000, 1_000_000):
             if client.rank == 1:
                 time.sleep(0.05)
-            client.all_reduce(np.ones(size, np.float32)).wait()
+            ones(client, size)
         works = [client.all_reduce(np.ones(9), "sum", name=f"t{at}") for at in range(3)]
         for work in works:
             work.wait()
@@ -179,7 +192,6 @@ def test_what_a_rank_shows(job, devices):
     at_all(clients, step)
     for client in clients:
         client.stop_timeline()
-        client.stop_timeline()  # again
     paths = [directory / f"a%2Fjob-rank{rank}.json" for rank in range(2)]
     shown = "".join(f"-- rank {at}\n{told(path)}" for at, path in enumerate(paths))
     assert shown == (GOLDEN / "timeline.txt").read_text()
@@ -194,7 +206,7 @@ def test_a_reducer_shows_whom_it_waited_for(job):
         for _ in range(3):
             if client.rank == 1:
                 time.sleep(0.2)  # on a busy machine the other one comes late, too
-            client.all_reduce(np.ones(1000, np.float32)).wait()
+            ones(client, 1000)
 
     at_all(clients, step)
     for client in clients:
@@ -215,9 +227,9 @@ def test_a_reducer_shows_whom_it_waited_for(job):
 
 def test_what_came_before_a_timeline_is_not_on_it(tmp_path):
     with reducer_here() as server, joined(1, servers=server.address) as (client,):
-        client.all_reduce(np.ones(77, np.float32)).wait()
+        ones(client, 77)
         client.start_timeline(tmp_path / "later.json")
-        client.all_reduce(np.ones(1, np.float32), name="later").wait()
+        ones(client, 1, name="later")
         child = os.fork()
         if child == 0:
             try:
@@ -231,8 +243,7 @@ def test_what_came_before_a_timeline_is_not_on_it(tmp_path):
     assert 4 * 77 not in {its.get("bytes") for its in shown}
 
 
-def test_what_the_disk_has_no_room_for_is_left_out(lines, tmp_path, monkeypatch):
-    path = tmp_path / "folder" / "file.json"
+def test_what_the_disk_has_no_room_for_is_left_out(lines, path, monkeypatch):
     lines.slice("track", "before", (0.0, 1.0), {})
     eventually(lambda: len(events(path)) == 1)
     real = os.pwrite
@@ -253,52 +264,40 @@ def test_the_timeline_of_an_earlier_reducer_is_kept(tmp_path):
         assert len(list(tmp_path.glob("reducer-*.json"))) == 2
 
 
-# -- one clock ----------------------------------------------------------------------------------
+AHEAD_US = {"rank0": 0.0, "rank1": 5_000_000.0, "reducer": -1_234_567.0}
 
 
-def shifted(path, into, host, ahead_us):
-    """A file as a host would have written it whose clock is ahead."""
+def shift(path, host):
+    """Make of a file what another host would have written, whose clock is ahead."""
     found = json.loads(path.read_bytes())
     for event in found:
-        if event["ph"] != "M":
-            event["ts"] += ahead_us
         its = event.get("args", {})
         if event["name"] == "begins":
             its |= {"boot": host, "host": host}
-        for name in ("begun_us", "alone_us", "complete_us", "done_us"):
-            if name in its:
-                its[name] += ahead_us
-    into.mkdir(exist_ok=True)
-    (into / path.name).write_text(json.dumps(found))
-    return into / path.name
-
-
-AHEAD_US = {"rank0": 0.0, "rank1": 5_000_000.0, "reducer": -1_234_567.0}
+        for name in {"begun_us", "alone_us", "complete_us", "done_us"} & its.keys():
+            its[name] += AHEAD_US[host]
+        if event["ph"] != "M":
+            event["ts"] += AHEAD_US[host]
+    path.write_text(json.dumps(found))
 
 
 @pytest.fixture
 def files(job):
     clients, directory = job
-
-    def step(client):
-        for _ in range(30):
-            client.all_reduce(np.ones(100, np.float32)).wait()
-
-    at_all(clients, step)
+    at_all(clients, lambda client: [ones(client, 100) for _ in range(30)])
     for client in clients:
         client.shutdown()
     (reducer,) = directory.glob("reducer-*.json")
     # Counted as bytes: whoever reads while lines are added may see a part of one.
     eventually(lambda: reducer.read_bytes().count(b'"ph":"X"') > 100)
-    return [*(directory / f"a%2Fjob-rank{rank}.json" for rank in range(2)), reducer]
+    ranks = [directory / f"a%2Fjob-rank{rank}.json" for rank in range(2)]
+    return [Path(shutil.copy(path, f"{path}.copy")) for path in (*ranks, reducer)]
 
 
 def test_clocks_are_found_from_the_messages(files, tmp_path):
-    moved = [
-        shifted(path, tmp_path / "moved", host, ahead_us)
-        for path, (host, ahead_us) in zip(files, AHEAD_US.items(), strict=True)
-    ]
-    clocks, _ = merge(moved, tmp_path / "merged.json")
+    for path, host in zip(files, AHEAD_US, strict=True):
+        shift(path, host)
+    clocks, _ = merge(files, tmp_path / "merged.json")
     assert [clock.host for clock in clocks] == ["rank0", "rank1", "reducer"]
     for clock in clocks:
         assert clock.error_us < 5000  # beside other tests
@@ -312,15 +311,13 @@ def test_clocks_are_found_from_the_messages(files, tmp_path):
 def test_one_host_has_one_clock_and_what_is_merged_already_is_left_out(files):
     folder = files[0].parent
     (clock,), left_out = merge([folder], folder / "one.json")
-    assert left_out == []
-    assert (clock.offset_us, clock.error_us) == (0.0, 0.0)
+    assert (left_out, clock.offset_us, clock.error_us) == ([], 0.0, 0.0)
     assert described(clock).endswith("its clock is the one that all times are on")
     (folder / "empty.json").write_text("")
     for output, others in (("one", []), ("two", ["one"])):  # the output is not among what is read
         _, left_out = merge([folder], folder / f"{output}.json")
-        assert [said.partition(" is no timeline")[0] for said in left_out] == [
-            str(folder / f"{name}.json") for name in ("empty", *others)
-        ]
+        names = [str(folder / f"{name}.json") for name in ("empty", *others)]
+        assert [said.partition(" is no timeline")[0] for said in left_out] == names
     assert events(folder / "one.json") == events(folder / "two.json")
 
 
@@ -340,6 +337,10 @@ def test_bounds_add_up_along_a_path():
     assert clocks["reducer"] == Clock("reducer", -4985.0, 25.0)  # ahead by 4960 to 5010
     # Behind the reducer by 3980 to 4040: so ahead of the first by 920 to 1030.
     assert clocks["rank1"] == Clock("rank1", -975.0, 55.0)
+    assert described(clocks["rank1"]) == (
+        "host rank1: its clock is 0.975 ms ahead, give or take 0.055 ms"
+    )
+    assert "1.500 ms behind" in described(Clock("h", 1500.0, 20.0))
 
 
 def test_who_shares_no_all_reduce_is_placed_by_the_wall_clock():
@@ -367,14 +368,7 @@ def test_ranks_are_known_by_the_numbers_of_their_membership():
     assert align([rank, reducer])["reducer"] == Clock("reducer", 15.0, 25.0)
 
 
-def test_a_clock_is_described():
-    assert described(Clock("h", -1500.0, 20.0)) == (
-        "host h: its clock is 1.500 ms ahead, give or take 0.020 ms"
-    )
-    assert "1.500 ms behind" in described(Clock("h", 1500.0, 20.0))
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '[{"name": "begins", "ph": "i", "args": {}}]'])
+@pytest.mark.parametrize("text", ["", "{}", '[{"name": "begins", "ph": "i", "args": {}}]'])
 def test_what_is_no_timeline_is_refused(tmp_path, text):
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(ConfigError, match="is no timeline of a rank or reducer"):
