@@ -33,7 +33,7 @@ FUZZED = ["sanitize SANITIZE=--short", "fuzz FUZZ_SECONDS=5"]
         (
             "worker_client/protocol/session.py",
             ["test-extended SELECT='-m extended tests/torture/test_guarantee.py"],
-            ["test-extended SELECT='-m extended tests/sim tests/worker_client'"],
+            ["test-extended SELECT='-m extended tests/engine tests/sim tests/worker_client'"],
         ),
         ("worker_client/staging/_cast.pyx", [*FUZZED], ["test-extended", "wheels", "sanitize"]),
         ("docs/tutorial.md", ["docs"], ["test-extended"]),

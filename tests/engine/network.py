@@ -1,29 +1,41 @@
 """Real sessions and real engines, joined by queues instead of sockets.
 
 Every connection is a pair of queues. Whoever drives the network chooses which message is delivered
-next. A connection that a session closes is gone with both its queues.
+next; between queues every order is possible, within one there is only one. A connection that a
+session closes is gone with both its queues; when the reducer notices, and when the session hears
+that its memory is not read any more, is for `prompt` to say.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
-from reducer.errors import ReductionError
+from reducer.errors import LocalProtocolError, ReductionError
 from tests.engine.twins import Served, session
 from worker_client.protocol.flight import Finish, Reset
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.session import Session
 from worker_client.protocol.spec import JobSpec
 
+MEMORY_LIMIT = 1 << 30
+
 
 @dataclass
 class Worker:
-    """One rank: its session, its all-reduces, and how they ended, by the number of the call."""
+    """One rank: its session, and its all-reduces, by the number of the call.
+
+    Attributes:
+        ended: how they ended.
+        amid: the calls before that had not ended when each was made.
+        joined: it has been welcome at every reducer that was in use then.
+    """
 
     session: Session
     started: list[Operation] = field(default_factory=list)
     ended: dict[int, ReductionError | None] = field(default_factory=dict)
+    amid: list[set[int]] = field(default_factory=list)
     present: bool = True
+    joined: bool = False
 
     def number(self, operation):
         """Which call this was; a question of the session's own counts in sequence numbers alone."""
@@ -35,7 +47,9 @@ class Network:
 
     Attributes:
         cut_off: pairs of rank and reducer without a connection.
-        later: what reducers have yet to notice.
+        was_cut: pairs whose connection broke; not those that a session closed.
+        later: what reducers and sessions have yet to notice.
+        prompt: whether the next such thing is noticed at once.
     """
 
     def __init__(self, world_size, reducers, chunk_bytes, window=4096, implementation="compiled"):
@@ -54,10 +68,12 @@ class Network:
         self.down = {pair: deque() for pair in pairs}
         self.lives = dict.fromkeys(pairs, 0)  # connections that each pair has had before
         self.cut_off = set()
+        self.was_cut = set()
         self.later = []
+        self.prompt = lambda: True
 
     def _serve(self, address):
-        return Served(self.implementation, address=address)
+        return Served(self.implementation, memory_limit=MEMORY_LIMIT, address=address)
 
     @property
     def engines(self):
@@ -69,16 +85,28 @@ class Network:
 
     def submit(self, rank, operation):
         worker = self.workers[rank]
+        worker.amid.append(set(range(len(worker.started))) - worker.ended.keys())
         worker.started.append(operation)
         self.do(rank, worker.session.submit(operation, self.now))
 
+    def leave(self, rank):
+        """GOODBYE: whatever was said before it still arrives, then connections end."""
+        worker = self.workers[rank]
+        worker.present = False
+        self.do(rank, worker.session.close(LocalProtocolError("left")))
+        for index in range(len(self.served)):
+            self.end_if_left(rank, index)
+
     def lose(self, rank):
         """The process dies: what it had not yet delivered is gone, and the reducers notice."""
-        self.workers[rank].present = False
+        worker = self.workers[rank]
+        worker.present = False
         for index in range(len(self.served)):
-            self.break_off(rank, index)
+            self.break_off(rank, index, at_once=True)
+        for number in range(len(worker.started)):
+            worker.ended.setdefault(number, LocalProtocolError("died"))
 
-    def break_off(self, rank, index, at_once=True):
+    def break_off(self, rank, index, at_once):
         """End a connection; the reducer may notice only when it next sends something."""
         self.up[rank, index].clear()
         self.down[rank, index].clear()
@@ -86,13 +114,24 @@ class Network:
         self.lives[rank, index] += 1
         self.cut_off.add((rank, index))
         engine = self.engines[index]
-        self.later.append(lambda: self.pass_on(index, engine.unreachable(old)))
-        if at_once:
-            self.later.pop()()
+        self.notice(lambda: self.pass_on(index, engine.unreachable(old)), at_once)
 
-    def cut(self, rank, index):
-        """A connection breaks, and both ends notice."""
-        self.break_off(rank, index)
+    def end_if_left(self, rank, index):
+        """End the connection of a rank that has left when all that it said has arrived."""
+        pair = rank, index
+        if not (self.workers[rank].present or self.up[pair] or pair in self.cut_off):
+            self.break_off(rank, index, self.prompt())
+
+    def notice(self, event, at_once):
+        if at_once:
+            event()
+        else:
+            self.later.append(event)
+
+    def cut(self, rank, index, noticed):
+        """A connection breaks."""
+        self.was_cut.add((rank, index))
+        self.break_off(rank, index, noticed)
         self.do(rank, self.workers[rank].session.disconnected(index, "was cut"))
 
     def restart(self, index):
@@ -100,17 +139,24 @@ class Network:
         self.served[index] = self._serve(self.addresses[index])
         self.engines[index].tick(self.now)
         ranks = range(len(self.workers))
-        for rank in [rank for rank in ranks if (rank, index) not in self.cut_off]:
-            self.cut(rank, index)
+        connected = [rank for rank in ranks if (rank, index) not in self.cut_off]
+        for rank in connected:
+            self.was_cut.add((rank, index))
+            self.break_off(rank, index, at_once=True)
+        for rank in connected:
+            if self.workers[rank].present:
+                self.do(rank, self.workers[rank].session.disconnected(index, "died"))
 
     def close(self, rank, index):
         """The session closes a connection, broken or not; its transport then connects anew."""
         if (rank, index) not in self.cut_off:
-            self.break_off(rank, index)
+            self.break_off(rank, index, self.prompt())
 
     def mend(self, rank, index):
+        """The worker's transport connects again."""
         self.cut_off.remove((rank, index))
-        self.do(rank, self.workers[rank].session.connected(index))
+        if self.workers[rank].present:
+            self.do(rank, self.workers[rank].session.connected(index))
 
     def calm(self):
         """Bring every connection back, deliver and notice everything."""
@@ -124,16 +170,19 @@ class Network:
         return [queue for side in (self.up, self.down) for queue in side.values() if queue]
 
     def deliver(self, queue):
+        """Deliver the first message of a queue."""
         header, payload = queue.popleft()
         for pair, candidate in self.up.items():
             if candidate is queue:
                 rank, index = pair
                 self.pass_on(index, self.receive(rank, index, header, payload))
+                self.end_if_left(rank, index)
                 return
         rank, index = next(pair for pair, candidate in self.down.items() if candidate is queue)
         self.do(rank, self.workers[rank].session.receive(index, header, payload, self.now))
 
     def drain(self, *queues):
+        """Deliver all messages of some queues, of one after the other."""
         for queue in queues:
             while queue:
                 self.deliver(queue)
@@ -155,6 +204,7 @@ class Network:
 
     def do(self, rank, actions):
         worker = self.workers[rank]
+        worker.joined = worker.joined or worker.session.joined
         for action in actions:
             if isinstance(action, Finish):
                 number = worker.number(action.operation)
@@ -193,6 +243,7 @@ class Network:
 
 
 def connected(*given):
+    """A network in which all ranks have joined."""
     network = Network(*given)
     network.connect()
     network.deliver_all()

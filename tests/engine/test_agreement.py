@@ -142,7 +142,7 @@ def test_a_rank_that_is_lost_amid_an_agreement_is_named(implementation, hears_fi
         network.submit(rank, operation(8))  # the first reducer takes the question, the second it
     network.deliver_all()
     network.workers[0].present = False
-    network.break_off(0, 0)
+    network.break_off(0, 0, at_once=True)
     network.break_off(0, 1, at_once=False)  # this reducer notices later
     network.tick(1.1)
     network.deliver(network.down[1, 0])  # the agreement has failed at rank 1
@@ -233,7 +233,7 @@ def test_a_reducer_that_comes_back_is_wanted_by_ranks_that_had_nothing_to_recove
     call(network)
     network.calm()
     network.tick(1.0)
-    network.cut(0, 1)
+    network.cut(0, 1, noticed=True)
     network.calm()
     network.tick(1.0)
     call(network)
@@ -249,7 +249,7 @@ def test_a_question_keeps_no_call_waiting_beyond_its_time(network):
 
 def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network):
     for reducer in range(2):
-        network.cut(0, reducer)
+        network.cut(0, reducer, noticed=True)
     network.deliver_all()
     network.mend(0, 0)
     network.deliver_all()  # rank 0 has reached the first reducer again, but not the second

@@ -36,7 +36,7 @@ FIRST = {
     "planted": ("quorum", "memberships", "sim", "engine", "wire", "zmtp", "fuzz"),
 }
 THEN = ("transport", "worker_client", "reducer", "security", "faults", "integration")
-LONG = ("test_simulator.py",)
+LONG = ("test_state_machine.py", "test_simulator.py")
 
 
 def tests_of(mutant):
