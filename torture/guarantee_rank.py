@@ -191,9 +191,10 @@ class Life:
         if part.decider is not None:
             try:
                 self._train(quorum.Training(client, part.decider))
-            finally:
-                self._tell("leaving", {"life": part.life})
-                client.shutdown()
+            except ReductionError as error:
+                self.over = f"not begun: {type(error).__name__}: {error}"
+            self._tell("leaving", {"life": part.life})
+            client.shutdown()
             return
         threads = [
             threading.Thread(target=self._guarded, args=(thread,), name=f"named {thread}")

@@ -1,15 +1,13 @@
-"""The timelines of a real job in which a reducer is killed, on one clock."""
+"""The timelines of a real job in which a reducer is killed, as Perfetto sees it."""
 
-import json
 import signal
 import time
-from collections import Counter, defaultdict
 
 import pytest
 
 from tests.commands import serving
+from tests.integration import perfetto
 from tests.ranks import environments, ranks
-from tests.worker_client.test_timeline import check_nesting
 from worker_client.commands.timeline import merge
 
 SIZE = 4
@@ -26,10 +24,21 @@ while True:
         work.wait()
     print("step", flush=True)
 """
+PARTS = """
+select whole.id, whole.dur as whole, sum(part.dur) as parts
+from slice whole join slice part on part.parent_id = whole.id
+where whole.depth = 0 group by whole.id
+"""
+BY_PROCESS = """
+select process.name as process, slice.name as name, count(*) as number
+from slice join thread_track on track_id = thread_track.id
+join thread using (utid) join process using (upid) group by 1, 2
+"""
 
 
 @pytest.mark.extended("tests/worker_client/test_timeline.py")
-def test_all_processes_of_a_job_show_what_they_did(tmp_path):
+@pytest.mark.skipif(not perfetto.BROWSER, reason="needs chromium: make test-tools")
+def test_perfetto_opens_the_timelines_of_a_job(tmp_path):
     told = {"REDUCTION_TIMELINE": str(tmp_path), "REDUCTION_JOB": "shown"}
     with serving("--timeline", tmp_path) as first, serving("--timeline", tmp_path) as second:
         given = environments(SIZE, [first.address, second.address], **told)
@@ -50,19 +59,26 @@ def test_all_processes_of_a_job_show_what_they_did(tmp_path):
     output = tmp_path / "timeline.json"
     (clock,), _ = merge([tmp_path], output)
     assert clock.error_us <= 1000
-    events = json.loads(output.read_bytes())
-    check_nesting(events)
-    found = defaultdict(Counter)
-    names = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
-    for event in events:
-        found[names[event["pid"]]][event["name"]] += 1
+    with perfetto.trace_processor(output) as trace:
+        assert trace.query("select * from stats where severity != 'info' and value > 0") == []
+        sums = trace.query(PARTS)
+        assert len(sums) > SIZE * 4 * 50
+        assert all(abs(one["parts"] - one["whole"]) <= 0.05 * one["whole"] for one in sums)
+        found = {}
+        for row in trace.query(BY_PROCESS):
+            found.setdefault(row["process"], {})[row["name"]] = row["number"]
+    check(found, first.address, second.address)
+
+
+def check(found, alive, killed):
+    """See whether each process has shown what it did."""
     assert len(found) == SIZE + 2
     for rank in range(SIZE):
         shown = found[f"rank {rank} of {SIZE}, shown"]
         assert shown["received"] > 4 * 50
         assert shown["negotiated"] >= 50
-        assert any(second.address in name and "going on without it" in name for name in shown)
-    for address in (first.address, second.address):
+        assert any(killed in name and "going on without it" in name for name in shown)
+    for address in (alive, killed):
         shown = found[f"reducer {address}"]
         assert shown["gathered"] == shown["summed"] > 50
         assert any(name.startswith("waited for rank ") for name in shown)
