@@ -35,8 +35,7 @@ TESTS = (
     *(
         f"tests/integration/test_{name}.py"
         for name in (
-            *("torch_backend", "reconfigure", "ddp", "faults", "local_sgd", "outer"),
-            *("staged_ddp", "wire_checkpoint", "wire_ddp"),
+            *("torch_backend", "reconfigure", "ddp", "faults", "local_sgd", "outer", "wire_ddp"),
         )
     ),
     *(
