@@ -32,10 +32,7 @@ OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONP
 OLDEST = re.findall(r"torch>=([\d.]+)", (ROOT / "pyproject.toml").read_text())[0]
 ROWS = ("3.11 oldest", *(f"3.{minor} newest" for minor in range(10, 16)))
 NEEDS = ("hypothesis", "ml_dtypes", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
-INTEGRATION = (
-    *("torch_backend", "reconfigure", "ddp", "faults", "local_sgd", "outer"),
-    *("staged_ddp", "wire_checkpoint", "wire_ddp"),
-)
+INTEGRATION = ("torch_backend", "reconfigure", "ddp", "faults", "local_sgd", "outer", "wire_ddp")
 CLIENT = ("cuda", "ddp_errors", "device_copies", "host_buffer", "rendezvous")
 TESTS = (
     *(f"tests/integration/test_{name}.py" for name in INTEGRATION),

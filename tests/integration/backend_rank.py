@@ -126,15 +126,19 @@ def case_reductions_in_callbacks(rank, gloo):
 
 
 def case_groups(rank, gloo):
-    """Each has a client and a job of its own, once it needs them; sums are in `gloo_checks`."""
+    """Each has a client and a job of its own, once it needs them."""
     job = dist.group.WORLD.client.spec.job
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [2, 0])]
     mine = [pair for pair in pairs if pair != dist.GroupMember.NON_GROUP_MEMBER]
     assert all(pair.client is None for pair in mine)
-    tensor = torch.ones(1)
-    works = [dist.all_reduce(torch.ones(1), group=pair, async_op=True) for pair in mine]
-    for work, pair in zip(works, mine, strict=True):
+    tensor, tensors = torch.ones(1), [torch.full((1,), 2.0**rank) for _ in mine]
+    works = [
+        dist.all_reduce(one, group=pair, async_op=True)
+        for one, pair in zip(tensors, mine, strict=True)
+    ]
+    for work, pair, one in zip(works, mine, tensors, strict=True):
         work.wait()
+        assert one == sum(2.0**member for member in dist.get_process_group_ranks(pair))
         assert pair.client.spec.job == f"{job}.{pair.group_name}"
     alone = dist.new_group([rank], use_local_synchronization=True)
     dist.all_reduce(tensor, group=alone)

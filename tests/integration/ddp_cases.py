@@ -141,17 +141,12 @@ def digest(model, *, gradients=False):
 def case_errors():
     """A slow rank makes backward() raise a typed error at every rank; the next step works."""
     torch.manual_seed(0)
-    late(DistributedDataParallel(Net(mixed=False), find_unused_parameters=True))
-
-
-def late(ddp):
-    """See that a model's training goes on after a step that was too late."""
+    ddp = DistributedDataParallel(Net(mixed=False), find_unused_parameters=True)
     client = worker_client.attach(ddp)
-    on = next(ddp.parameters()).device
     seen = []
     for step in range(5):
         client.timeout_s = 2.0 if step == 2 else 300.0
-        loss = ddp(torch.randn(8, 20).to(on)).square().mean()
+        loss = ddp(torch.randn(8, 20)).square().mean()
         if step == 2 and dist.get_rank() == 1:
             time.sleep(3.0)
         start = time.monotonic()
@@ -193,30 +188,11 @@ def case_buffers_are_those_of_the_first_rank_and_reducers_see_who_is_late():
     assert hooked == (list(mine) if rank == 0 else hooked), "a user's own hook has them instead"
 
 
-class Segment(torch.autograd.Function):
-    """A module whose backward pass begins another one: reentrant checkpointing, by hand."""
-
-    @staticmethod
-    def forward(context, x, module):
-        context.module = module
-        context.save_for_backward(x)
-        return module(x)
-
-    @staticmethod
-    def backward(context, gradient):
-        x = context.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            context.module(x).backward(gradient)
-        return x.grad, None
-
-
 # How the segments of a model make their backward passes.
 SEGMENTS = {
     "plain": lambda module, x: module(x),
-    "not reentrant": partial(checkpoint, use_reentrant=False),
     "reentrant": partial(checkpoint, use_reentrant=True),
     "static graph": partial(checkpoint, use_reentrant=True),
-    "function": lambda module, x: Segment.apply(x, module),
 }
 
 

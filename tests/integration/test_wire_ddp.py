@@ -1,7 +1,8 @@
-"""Real DDP, real processes: 16 or 8 bits on the wire, error feedback, unequal batches."""
+"""Real DDP, real processes: 16 or 8 bits on the wire, residuals, unequal batches."""
 
 import pytest
 
+from tests.conftest import local_pool
 from tests.ranks import case_names, environments, run
 
 torch = pytest.importorskip("torch", reason="needs torch")
@@ -40,10 +41,21 @@ def test_case(compressed, case):
     [
         (3, "none", "unequal_"),
         (2, "int8", "weighted_"),
-        pytest.param(2, "bf16", "weighted_", marks=pytest.mark.extended("test_weights[2-int8")),
+        (2, "int8", "residuals_"),
+        pytest.param(2, "bf16", "weighted_", marks=pytest.mark.extended("test_cases[2-int8-weigh")),
     ],
 )
-def test_weights(pool, ranks, wire, cases):
+def test_cases(pool, ranks, wire, cases):
     given = environments(ranks, pool, REDUCTION_WIRE_DTYPE=wire)
     for rank in run(given, "-m", MODULE, cases, "host"):
         assert set(rank.values()) == {""}
+
+
+def test_a_training_that_loses_a_reducer_has_the_bits_of_an_undisturbed_one(monkeypatch):
+    with local_pool(1) as lasting:
+        monkeypatch.setenv("REDUCTION_FAILPOINTS", "reducer.between_results=kill@25")
+        with local_pool(1) as mortal:
+            monkeypatch.delenv("REDUCTION_FAILPOINTS")
+            given = environments(2, [*lasting, *mortal], REDUCTION_WIRE_DTYPE="int8")
+            for rank in run(given, "-m", MODULE, "reducer_", "host"):
+                assert set(rank.values()) == {""}

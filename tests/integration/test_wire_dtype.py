@@ -36,7 +36,6 @@ SMALL = wire_rule.SMALLEST_BYTES // 4
 LARGE = casting.LARGE_BYTES // 4
 COUNTS = (SMALL, SMALL + 1, 20 * 252, LARGE - 1, LARGE, LARGE + 13)  # elements
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # of one value, relative
 
 
 def values(rank, count):
@@ -66,9 +65,6 @@ def check(clients, count, wire="bf16", op="mean"):
     assert [a.tobytes() for a in reduced(clients, given, op)] == [expected] * len(clients)
 
 
-# -- bits ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.extended_cases("compiled-fp16", "compiled-fp8")
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8_e4m3"])
 def test_every_rank_has_the_oracles_bits(job, wire):
@@ -78,34 +74,6 @@ def test_every_rank_has_the_oracles_bits(job, wire):
             before = clients[0].bytes_reduced
             check(clients, count, wire, op)
             assert clients[0].bytes_reduced - before == 4 * count
-
-
-def test_blocks_of_e4m3_for_any_chunks_and_reducers(impl):
-    del impl
-    given = [values(rank, 100_001) for rank in range(3)]
-    expected = oracle(given, "fp8_e4m3", ReduceOp.MEAN).tobytes()
-    for reducers, chunks in ((1, (0,)), (2, (256, 256 * 37))):
-        with local_pool(reducers) as servers:
-            for chunk_bytes in chunks:
-                settings = {"wire_dtype": "fp8_e4m3", "chunk_bytes": chunk_bytes}
-                with joined(3, servers=servers, job=f"of {chunk_bytes}", **settings) as clients:
-                    ends = reduced(clients, [array.copy() for array in given])
-                    assert [end.tobytes() for end in ends] == [expected] * 3
-
-
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_the_error_is_that_of_one_rounding(job, wire):
-    clients = job(3, wire_dtype=wire)
-    given = [values(rank, 100_000) for rank in range(3)]
-    travels = np.mean([travelled(a, wire).astype(np.float64) for a in given], axis=0)
-    original = np.mean([a.astype(np.float64) for a in given], axis=0)
-    sizes = np.mean([np.abs(a.astype(np.float64)) for a in given], axis=0)
-    (got, *_) = reduced(clients, given)
-    tiny = 2.0**-24  # half of fp16's smallest step
-    in_float32 = 2.0**-22 * sizes  # of three additions and a division
-    assert (np.abs(got - travels) <= ROUNDING[wire] * np.abs(travels) + in_float32 + tiny).all()
-    bound = ROUNDING[wire] * (np.abs(original) + 1.01 * sizes) + in_float32 + 2 * tiny
-    assert (np.abs(got - original) <= bound).all()
 
 
 @WIRES
@@ -198,18 +166,10 @@ def test_what_is_to_be_exact_travels_as_it_is(job, wire):
             for client in clients
         ]
         ends = [work.wait(30).tobytes() for work in works]
-        assert ends[0:2] == ends[4:6] == [expected] * 2
-        assert ends[2:4] == ends[6:8] == [oracle(given, wire, ReduceOp.SUM).tobytes()] * 2
+        rounded = oracle(given, wire, ReduceOp.SUM).tobytes()
+        assert ends == [expected, expected, rounded, rounded] * 2
     weighted = reduced(clients, [a.copy() for a in given], weight=2.0, exact=True)
     assert [a.tobytes() for a in weighted] == [((given[0] + given[1]) / 2).tobytes()] * 2
-
-
-def test_special_values_arrive(job):
-    clients = job(2, wire_dtype="fp16")
-    given = [np.resize(np.float32([np.nan, np.inf, -np.inf, 1e6, -0.0, 1.0]), SMALL), None]
-    given[1] = np.zeros(SMALL, np.float32)
-    for array in reduced(clients, given, "sum"):
-        np.testing.assert_array_equal(array[:6], [np.nan, np.inf, -np.inf, np.inf, 0.0, 1.0])
 
 
 def test_a_value_that_is_not_finite_spoils_its_block_alone(job):
@@ -222,43 +182,22 @@ def test_a_value_that_is_not_finite_spoils_its_block_alone(job):
         assert np.flatnonzero(np.isnan(array)).tolist() == [*range(252, 504), *range(756, 1008)]
 
 
-def test_threads_may_call_at_once(job):
-    clients = job(2, wire_dtype="bf16")
-    expected = oracle([values(r, LARGE) for r in range(2)], "bf16", ReduceOp.MEAN).tobytes()
-    ends = []
-
-    def call(client):
-        for _ in range(3):
-            work = client.all_reduce(values(client.rank, LARGE))
-            ends.append(work.wait(20).tobytes())
-
-    threads = [threading.Thread(target=call, args=(c,)) for c in clients for _ in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert ends == [expected] * 12
-
-
 @WIRES
-def test_a_job_that_may_lose_ranks_does_not_cut_calls(job, wire):
-    clients = job(2, wire_dtype=wire, on_rank_lost="continue")
-    given = [values(rank, LARGE) for rank in range(2)]
+def test_a_job_that_may_lose_ranks_does_not_cut_calls_and_goes_on_without_one(job, wire):
+    clients = job(3, wire_dtype=wire, on_rank_lost="continue")
+    given = [values(rank, LARGE) for rank in range(3)]
     expected = oracle(given, wire, ReduceOp.MEAN).tobytes()
-    first = clients[0].all_reduce(given[0])
+    works = [clients[0].all_reduce(given[0])]
     (operation,) = open_at(clients[0])
     assert not operation.more
-    works = [first, clients[1].all_reduce(given[1])]
-    assert [work.wait(20).tobytes() for work in works] == [expected] * 2
-    with pytest.raises(ConfigError, match="on_rank_lost='continue'"):
-        clients[0].all_reduce(given[0], weight=2.0)
-
-
-def test_the_others_go_on_in_blocks_without_a_rank(job):
-    clients = job(3, wire_dtype="int8", on_rank_lost="continue")
-    check(clients, SMALL + 1, "int8")
+    works += [client.all_reduce(given[client.rank]) for client in clients[1:]]
+    assert [work.wait(20).tobytes() for work in works] == [expected] * 3
     clients[2].shutdown()
     for count in (SMALL + 1, LARGE):
-        check(clients[:2], count, "int8")
+        check(clients[:2], count, wire)
     assert clients[0].present == (0, 1)
+    with pytest.raises(ConfigError, match="on_rank_lost='continue'"):
+        clients[0].all_reduce(given[0], weight=2.0)
 
 
 @pytest.mark.extended_cases("compiled-int8")
@@ -283,33 +222,24 @@ def open_at(client):
     return list(inside.communicator(client).flat.open)
 
 
-# -- errors -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "counts", [(LARGE, LARGE + 16), (LARGE, 3 * LARGE), (SMALL, SMALL + 1), (LARGE, SMALL)]
+    ("wire", "counts"),
+    [
+        *(("bf16", (LARGE, other)) for other in (LARGE + 16, 3 * LARGE, SMALL)),
+        *(("int8", (count, count + 1)) for count in (SMALL, LARGE)),  # which fill as many blocks
+    ],
 )
-def test_other_sizes_are_named_and_the_next_calls_work(job, counts):
-    clients = job(2, wire_dtype="bf16", timeout=3)
+def test_other_sizes_are_named_and_the_next_calls_work(job, wire, counts):
+    clients = job(2, wire_dtype=wire, timeout=3)
     works = [c.all_reduce(values(0, n)) for c, n in zip(clients, counts, strict=True)]
     for error in errors_of(works, within_s=2):
         assert isinstance(error, MismatchError)
-        assert error.field in {"total_bytes", "name"}  # the first pieces may be of one size
-        assert error.field != "name" or any(f"{4 * count} bytes" in str(error) for count in counts)
+        if wire == "int8" or error.field != "total_bytes":  # the first pieces may be of one size
+            assert error.field == "name"
+            assert any(f"of {4 * count} bytes in all" in str(error) for count in counts)
         assert error.name is None, "the caller gave none"
     for count in (SMALL, LARGE, *[SMALL] * 11):
-        check(clients, count)
-
-
-@pytest.mark.parametrize("counts", [(SMALL, SMALL + 1), (LARGE, LARGE + 1)])
-def test_other_sizes_that_fill_as_many_blocks_are_noticed(job, counts):
-    clients = job(2, wire_dtype="int8", timeout=3)
-    assert len({-(-count // 252) for count in counts}) == 1
-    works = [c.all_reduce(values(0, n)) for c, n in zip(clients, counts, strict=True)]
-    for error in errors_of(works, within_s=2):
-        assert isinstance(error, MismatchError)
-        assert any(f"of {4 * count} bytes in all" in str(error) for count in counts)
-    check(clients, SMALL, "int8")
+        check(clients, count, wire)
 
 
 @WIRES
@@ -397,15 +327,6 @@ def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job):
     assert max(piece.deadline for piece in pieces) < called + 5.5
 
 
-def test_shutdown_ends_all_pieces(job):
-    clients = job(2, wire_dtype="bf16")
-    work = clients[0].all_reduce(values(0, LARGE))
-    clients[0].shutdown()
-    with pytest.raises(LocalProtocolError):
-        work.wait(5)
-    assert not open_at(clients[0])
-
-
 def test_a_shutdown_between_two_pieces_ends_the_call(job):
     (client,) = job(1, wire_dtype="bf16")
     driver, count = inside.communicator(client).flat, []
@@ -423,9 +344,6 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job):
         work.wait(5)
     assert len(count) == 4
     assert not open_at(client)
-
-
-# -- weights ------------------------------------------------------------------------------------
 
 
 @pytest.mark.extended_cases("compiled-fp8")
@@ -450,14 +368,6 @@ def test_a_weighted_mean(job, wire):
         assert (np.abs(ends[0] - exact) <= bound).all()
 
 
-def test_equal_weights_are_no_weights(job):
-    clients = job(3)
-    plain = reduced(clients, [values(rank, 1000) for rank in range(3)])[0].tobytes()
-    for weight in (1, 4.0):
-        ends = reduced(clients, [values(rank, 1000) for rank in range(3)], weight=weight)
-        assert [end.tobytes() for end in ends] == [plain] * 3
-
-
 def test_float64_and_strided_data_may_be_weighted(job):
     clients = job(2)
     given = [np.arange(12.0).reshape(3, 4).T + rank for rank in range(2)]
@@ -477,17 +387,7 @@ def test_a_rank_of_weight_0_has_nothing_to_say(job):
         assert "weights are 0" in str(error)
 
 
-def test_a_weight_at_one_rank_only_never_meets_silently(job):
-    clients = job(2, timeout=3)
-    works = []
-    for _ in range(6):
-        works.append(clients[0].all_reduce(values(0, 10), weight=2.0))
-        works.append(clients[1].all_reduce(values(0, 10)))
-    for error in errors_of(works, within_s=20):
-        assert isinstance(error, (MismatchError, ReductionTimeout))
-
-
-def test_what_comes_after_it_matches_again(job):
+def test_what_comes_after_a_weight_at_one_rank_alone_matches_again(job):
     clients = job(2, timeout="1s")
     ones = [np.ones(SMALL, np.float32) for _ in range(2)]
     with pytest.raises(MismatchError):
@@ -495,22 +395,6 @@ def test_what_comes_after_it_matches_again(job):
     later = [[c.all_reduce(np.full(SMALL, k, np.float32)) for k in range(5)] for c in clients]
     for works in later:
         assert [work.wait(5)[0] for work in works] == [0, 1, 2, 3, 4]
-
-
-# -- residuals ----------------------------------------------------------------------------------
-
-
-@WIRES
-def test_error_feedback_makes_up_for_rounding(job, wire):
-    clients = job(2, wire_dtype=wire)
-    residuals = [np.zeros(SMALL, np.float32) for _ in clients]
-    exact = np.mean(np.float64([values(rank, SMALL) for rank in range(2)]), axis=0)
-    with_it, without = np.zeros(SMALL), np.zeros(SMALL)
-    for _ in range(50):
-        with_it += reduced(clients, [values(r, SMALL) for r in range(2)], residual=residuals)[0]
-        without += reduced(clients, [values(r, SMALL) for r in range(2)])[0]
-    error, plain = (np.abs(total / 50 - exact).mean() for total in (with_it, without))
-    assert error < plain / 1.5  # what is left is the rounding of results, which nobody keeps
 
 
 @WIRES
@@ -552,15 +436,16 @@ ONES = np.ones(SMALL, np.float32)
     [
         *(
             (ONES, {"weight": weight}, "finite number of at least 0")
-            for weight in (-1.0, float("nan"), float("inf"), "2", True, 1j)
+            for weight in (-1, np.nan, "2")
         ),
         (ONES, {"op": "sum", "weight": 2}, "use op='mean'"),
         (np.ones(10, np.float16), {"weight": 2}, "convert the data to float32"),
         (ONES, {"weight": 2, "name": "x"}, "leave out name="),
-        *(
-            (ONES, {"residual": residual, "name": name}, "contiguous float32")
-            for residual in (np.zeros(SMALL), np.zeros(2 * SMALL, np.float32)[::2])
-            for name in (None, "x")
+        (ONES, {"residual": np.zeros(SMALL)}, "contiguous float32"),
+        (
+            ONES,
+            {"residual": np.zeros(2 * SMALL, np.float32)[::2], "name": "x"},
+            "contiguous float32",
         ),
         (ONES, {"residual": [0.0] * SMALL}, "residual=: "),
         (ONES, {"residual": np.broadcast_to(np.float32(0), SMALL)}, "residual=: "),
@@ -580,26 +465,20 @@ def test_residuals_are_refused_where_nothing_is_cast(job):
         client.all_reduce(ONES, residual=np.zeros(SMALL, np.float32))
 
 
-# -- settings -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"wire_dtype": "int4"}, "'none', 'bf16', 'fp16', 'int8' or 'fp8_e4m3'"),
+        ({"wire_dtype": "int8", "chunk_bytes": 64 * 1023}, "int8 .* multiple of that for"),
+    ],
+)
+def test_settings_that_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        connect(rank=0, world_size=1, servers="127.0.0.1:1", **settings)
 
 
-def test_another_type_is_refused():
-    with pytest.raises(ConfigError, match="'none', 'bf16', 'fp16', 'int8' or 'fp8_e4m3'"):
-        connect(rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype="int4")
-
-
-def test_a_client_says_what_was_set(job):
-    for wire in ("none", "bf16", "fp16", "int8", "fp8_e4m3"):
-        (client,) = job(1, job=wire, wire_dtype=wire)
-        assert client.wire_dtype == wire
-
-
-def test_chunks_of_a_forced_size_cut_no_block(job):
-    for wire in ("int8", "fp8_e4m3"):
-        with pytest.raises(ConfigError, match=f"{wire} .* multiple of that for REDUCTION_CHUNK_"):
-            connect(
-                rank=0, world_size=1, servers="127.0.0.1:1", wire_dtype=wire, chunk_bytes=64 * 1023
-            )
-    clients = job(2, wire_dtype="int8", chunk_bytes=256 * 37)
+@pytest.mark.parametrize("wire", ["int8", "fp8_e4m3"])
+def test_chunks_of_a_forced_size_cut_no_block(job, wire):
+    clients = job(2, wire_dtype=wire, chunk_bytes=256 * 37)
     for count in (SMALL, 100_001):
-        check(clients, count, "int8")
+        check(clients, count, wire)

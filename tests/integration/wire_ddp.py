@@ -1,13 +1,12 @@
-"""One rank of test_wire_ddp and test_staged_ddp: DDP trainings with any wire dtype and device.
+"""One rank of test_wire_ddp: DDP trainings with any wire dtype and device.
 
-Started as `python -m tests.integration.wire_ddp NAMES host|slow|halting|cuda` with torchrun's
-environment, it runs the cases whose names begin so. Tensors are in host memory, on the tests' own
-device, which is that as well, on one whose copies take any time, or on a GPU.
+Started as `python -m tests.integration.wire_ddp NAMES host|slow|cuda` with torchrun's environment,
+it runs the cases whose names begin so. Tensors are in host memory, on the tests' own device, which
+is that as well, or on a GPU.
 """
 
-import random
+import io
 import sys
-import time
 from typing import NamedTuple
 
 import pytest
@@ -19,40 +18,56 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from harness import block8_oracle
-from reducer.errors import DeviceError
+from reducer.errors import MismatchError
 from tests.integration.cases import of_all, run_cases
-from tests.integration.ddp_cases import digest, late
+from tests.integration.ddp_cases import digest
 from tests.ranks import refusal
-from tests.worker_client.slow_device import SlowDevice, stage_all, staging_threads
-from worker_client.ddp import ReductionState, reduction_hook
-from worker_client.staging import split_call
+from tests.worker_client.slow_device import stage_all, staging_threads
+from worker_client.ddp import ReductionState, reduction_hook, state_of
 
 STEPS = 40
 BATCHES = (5, 24, 11)  # samples of each rank in a step
 NAMES, KIND = sys.argv[1:]
 ON = "cuda:0" if KIND == "cuda" else "cpu"
-BROKEN = range(0)  # numbers of copies that a halting device fails at
 
 
 class Spectral(torch.nn.Module):
-    """A large complex parameter, a small one, and real ones in the same bucket."""
+    """Large complex and real parameters, and small ones in the same buckets."""
 
     def __init__(self):
         super().__init__()
         self.lift = torch.nn.Linear(20, 300)
         self.modes = torch.nn.Parameter(torch.randn(300, 20, dtype=torch.complex64))
         self.phase = torch.nn.Parameter(torch.randn(20, dtype=torch.complex64))
+        self.wide = torch.nn.Linear(20, 300)
 
     def forward(self, x):
-        return ((self.lift(x) + 0j) @ self.modes * self.phase).abs().mean(1, keepdim=True)
+        spectrum = ((self.lift(x) + 0j) @ self.modes * self.phase).abs()
+        return self.wide(spectrum).mean(1, keepdim=True)
 
 
-def make(on="cpu"):
+class Rearranged(torch.nn.Module):
+    """Layers that are used in another order than they are made in, so DDP rearranges buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(150, 8)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(150, 150) for _ in range(6))
+        self.norm = torch.nn.LayerNorm(150)
+
+    def forward(self, x):
+        for at in (3, 0, 5, 1, 4, 2):
+            x = torch.tanh(self.layers[at](x))
+        return self.last(self.norm(x))
+
+
+def make(network=None):
     """Two buckets and more, smooth layers."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 200)]
     layers += [torch.nn.Tanh(), torch.nn.Linear(200, 1)]
-    return DistributedDataParallel(torch.nn.Sequential(*layers).to(on), bucket_cap_mb=0.1)
+    network = network() if network else torch.nn.Sequential(*layers)
+    return DistributedDataParallel(network.to(ON), bucket_cap_mb=0.1)
 
 
 def samples(step, rank):
@@ -65,14 +80,7 @@ def loss_of(model, x):
 
 
 class Trained(NamedTuple):
-    """What a training comes to, at this rank.
-
-    Attributes:
-        loss: of all ranks' samples.
-        digest: of the weights, which are the same everywhere.
-        residuals: the largest of each parameter that has one.
-        checkpoint: what is said where the hook's state is saved.
-    """
+    """What a training comes to, at this rank; of a parameter's residuals the largest."""
 
     loss: float
     digest: str
@@ -81,15 +89,8 @@ class Trained(NamedTuple):
 
 
 def train(hook=None, *, feedback=False, weighted=False, early=0):
-    """Train over Gloo or through a hook.
-
-    Args:
-        hook: None for Gloo.
-        feedback: whether errors of rounding are kept.
-        weighted: whether ranks say how large their batches are.
-        early: steps that rank 0 leaves out, while others go on.
-    """
-    ddp, rank = make(ON), dist.get_rank()
+    """Train over Gloo, or through a hook; rank 0 leaves out `early` steps, others go on."""
+    ddp, rank = make(), dist.get_rank()
     state = None
     if hook:
         state = ReductionState(error_feedback=feedback)
@@ -107,7 +108,8 @@ def train(hook=None, *, feedback=False, weighted=False, early=0):
     same = digest(ddp)
     assert len(set(of_all(same))) == 1
     checkpoint = refusal(state.state_dict) if state else ""
-    return Trained(total_loss(ddp), same, residuals(state), checkpoint)
+    kept = [one.abs().max().item() for one in state._residuals.values()] if state else []
+    return Trained(total_loss(ddp), same, kept, checkpoint)
 
 
 def case_rounded_trainings():
@@ -128,20 +130,24 @@ def case_rounded_trainings():
     assert bool(staging_threads()) == (KIND != "host")
 
 
-def case_a_gradient_travels_as_it_would_alone():
-    assert one_step(make) == {
-        "exact": ["0.bias", "2.weight", "2.bias", "4.weight", "4.bias"],
-        "rounded": ["0.weight"],
-        "neither": [],
-    }
-
-
-def case_a_complex_gradient_travels_as_its_real_numbers():
-    assert one_step(make_complex) == {
-        "exact": ["phase", "lift.bias"],
-        "rounded": ["modes", "lift.weight"],
-        "neither": [],
-    }
+def case_a_gradient_travels_as_it_would_alone_and_a_complex_one_as_its_real_numbers():
+    """All of a first step, in which a layer is excluded, are one or the other bit for bit."""
+    ddp, own = make(Spectral), make(Spectral).module
+    rank = dist.get_rank()
+    loss_of(own, samples(0, rank).to(ON)).backward()
+    mine = [real(parameter.grad.cpu()) for parameter in own.parameters()]
+    both = [[torch.empty_like(gradient) for _ in range(2)] for gradient in mine]
+    for gathered, gradient in zip(both, mine, strict=True):
+        dist.all_gather(gathered, gradient)
+    worker_client.attach(ddp, exclude=lambda name, _: name == "wide.weight")
+    loss_of(ddp, samples(0, rank).to(ON)).backward()
+    for (name, parameter), given in zip(ddp.module.named_parameters(), both, strict=True):
+        got = real(parameter.grad.cpu()).numpy().tobytes()
+        if name in {"modes", "lift.weight"}:
+            expected = rounded_mean([gradient.numpy().reshape(-1) for gradient in given])
+        else:
+            expected = ((given[0] + given[1]) / 2).numpy()
+        assert got == expected.tobytes(), name
 
 
 def weighted_ranks_agree_to_the_bit():
@@ -159,62 +165,77 @@ def unequal_error_feedback_needs_a_cast():
     assert "set REDUCTION_WIRE_DTYPE=bf16" in refusal(ReductionState, error_feedback=True)
 
 
-def staged_gradients_train_as_over_gloo():
-    stock, ours = train(), train(reduction_hook)
-    assert ours.loss == pytest.approx(stock.loss, rel=1e-4, abs=1e-6)
-    assert KIND == "cuda" or ours.digest == stock.digest  # a sum of two has no order
+def backward(ddp, x):
+    (ddp(x) - x[:, :8] * x[:, 8:16]).square().mean().backward()
 
 
-def staged_errors_come_in_time():
-    late(make(ON))
+def fail(ddp, x):
+    """Make a backward pass to whose last buckets one rank gives a weight."""
+    state, layer = state_of(ddp), ddp.module.layers[0]
+    weight = 1.0 if dist.get_rank() == 1 else None
+    hook = layer.register_full_backward_hook(lambda *_: setattr(state, "weight", weight))
+    with pytest.raises(MismatchError, match="disagree on"):
+        backward(ddp, x)
+    hook.remove()
+    state.weight = None
 
 
-def staged_errors_of_a_device_end_the_backward_pass():
-    """Whatever DDP makes of the error, which loses its type."""
-    global BROKEN  # noqa: PLW0603 (the client has opened its device)
-    assert staging_threads() == {"to-device", "to-host"}
-    if KIND == "halting":
-        BROKEN = range(1 << 40)
-        ddp = make()
-        worker_client.attach(ddp)
-        with pytest.raises(Exception, match="an illegal memory access"):
-            ddp(torch.ones(2, 20)).sum().backward()
+def train_in_parts(checkpoint=None, end=10, failing=-1):
+    """Train from the start or from a checkpoint to another one; make the step `failing` again.
+
+    Returns:
+        The checkpoint; a digest of the weights, and the bits of this rank's residuals.
+    """
+    ddp = make(Rearranged)
+    worker_client.attach(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    parts = ddp.module, optimizer, state_of(ddp)
+    first, *saved = torch.load(checkpoint) if checkpoint else (0,)
+    for part, its in zip(parts, saved, strict=False):
+        part.load_state_dict(its)
+    for step in range(first, end):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(16, 150, generator=generator)
+        if step == failing:
+            fail(ddp, x)
+        optimizer.zero_grad()
+        backward(ddp, x)
+        optimizer.step()
+    assert ddp._get_ddp_logging_data()["has_rebuilt_buckets"]
+    saved = [end, *(part.state_dict() for part in parts)]
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    kept = {name: one.numpy().tobytes() for name, one in saved[-1]["residuals"].items()}
+    return file, (digest(ddp), kept)
 
 
-def residuals(state):
-    """Largest residual of each parameter that has one."""
-    return [kept.abs().max().item() for kept in state._residuals.values()] if state else []
+def undisturbed():
+    _, bits = train_in_parts()
+    (weights, first), (same, second) = of_all(bits)
+    assert weights == same
+    assert sorted(first) == [f"layers.{at}.weight" for at in range(6)]
+    assert all(first[name] != second[name] for name in first)
+    return bits
 
 
-def make_complex(on="cpu"):
-    torch.manual_seed(0)
-    return DistributedDataParallel(Spectral().to(on))
+def residuals_outlive_the_model_in_a_checkpoint():
+    checkpoint, _ = train_in_parts(end=5)
+    assert train_in_parts(checkpoint)[1] == undisturbed()
+
+
+def residuals_stay_as_they_were_when_a_step_fails():
+    assert train_in_parts(failing=5)[1] == undisturbed()
+
+
+def reducer_is_lost_and_no_bit_differs():
+    _, bits = train_in_parts()
+    assert worker_client.init().losses == 1
+    assert bits == undisturbed()
 
 
 def real(gradient):
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
-
-
-def one_step(make):
-    """Gradients of a first step, in which a layer is excluded, by what each is bit for bit."""
-    ddp = make(ON)
-    rank = dist.get_rank()
-    own = make(ON).module
-    loss_of(own, samples(0, rank).to(ON)).backward()
-    mine = [real(parameter.grad.cpu()) for parameter in own.parameters()]
-    both = [[torch.empty_like(gradient) for _ in range(2)] for gradient in mine]
-    for gathered, gradient in zip(both, mine, strict=True):
-        dist.all_gather(gathered, gradient)
-    worker_client.attach(ddp, exclude=lambda name, _: name == "2.weight")
-    loss_of(ddp, samples(0, rank).to(ON)).backward()
-    found = {"exact": [], "rounded": [], "neither": []}
-    for (name, parameter), given in zip(ddp.module.named_parameters(), both, strict=True):
-        exact = (given[0] + given[1]) / 2
-        as_rounded = rounded_mean([gradient.numpy().reshape(-1) for gradient in given])
-        of = {"exact": exact.numpy().tobytes(), "rounded": as_rounded.tobytes()}
-        got = real(parameter.grad.cpu()).numpy().tobytes()
-        found[next((kind for kind, bits in of.items() if bits == got), "neither")].append(name)
-    return found
 
 
 def rounded_mean(given):
@@ -227,22 +248,9 @@ def rounded_mean(given):
     return (total / 2).to(narrow).float().numpy()
 
 
-def halting(of):
-    """A device each of whose copies takes its time, and which is broken one day."""
-    assert of.type == "cpu"
-    dice = random.Random(dist.get_rank())
-
-    def before(_way, number):
-        time.sleep(dice.choice([0, 0, 0.002]))
-        if number in BROKEN:
-            raise DeviceError("an illegal memory access", device="slow:0")
-
-    return SlowDevice(before)
-
-
 def alone(early):
     """One process with everybody's samples: what a weighted mean has to come to."""
-    model = make().module
+    model = make().module.cpu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(STEPS):
         ranks = range(dist.get_world_size())
@@ -264,10 +272,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if KIND == "slow":
-        stage_all(lambda _: SlowDevice())
-    elif KIND == "halting":
-        split_call.PIECE_BYTES = 4096
-        stage_all(halting)
+        stage_all()
     run_cases(globals(), names=NAMES, stop=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -89,9 +89,6 @@ def _cast(kind, dtype, count):
     return Request(kind, dtype, "", (floats,), nbytes)
 
 
-# -- inputs
-
-
 def contribution(dtype, count, rank):
     """Return `count` elements of a rank, or so many blocks."""
     label = f"{dtype} {count} {rank}"
@@ -133,7 +130,25 @@ def _floats(label, count, exponent, mantissa):
     return np.where(which[0] < 192, similar, np.where(which[0] < 240, bits, chosen))
 
 
-# -- the oracle
+def called(call, offset, *buffers):
+    """Call with copies of buffers that begin `offset` bytes into lines of 64.
+
+    Returns:
+        The bytes of each afterwards; nothing beside them has changed.
+    """
+    rooms, parts = [], []
+    for data in buffers:
+        room = np.full(len(data) + 256, 0xA5, np.uint8)
+        start = -room.ctypes.data % 64 + 64 + offset
+        parts.append(slice(start, start + len(data)))
+        room[parts[-1]] = np.frombuffer(data, np.uint8)
+        rooms.append(room)
+    call(*(room[part].data for room, part in zip(rooms, parts, strict=True)))
+    ends = tuple(room[part].tobytes() for room, part in zip(rooms, parts, strict=True))
+    for room, part in zip(rooms, parts, strict=True):
+        room[part] = 0xA5
+        assert (room == 0xA5).all()
+    return ends
 
 
 def result(request):

@@ -20,11 +20,6 @@ def test_the_best_variant_is_the_default():
     assert kernels.variants()[-1] == "numpy"
 
 
-def test_a_variant_is_chosen_by_name(variant):
-    assert variant.name in ("avx512", "avx2", "neon", "generic", "numpy")
-    assert kernels.select(variant.name).name == variant.name
-
-
 def test_an_unknown_variant_is_refused_with_the_usable_ones():
     with pytest.raises(ConfigError, match=r"'sse9' is not available here; use one of .*numpy"):
         kernels.select("sse9")
@@ -52,10 +47,6 @@ def test_any_bytes_like_object_serves(variant):
     assert (out == 5 * values).all()
 
 
-def test_nothing_is_reduced_to_nothing(variant):
-    variant.reduce([b"", b""], bytearray(), DType.FLOAT32, ReduceOp.MEAN)
-
-
 def test_buffers_are_released(variant):
     source, out = bytearray(8), bytearray(8)
     variant.reduce([source], out, DType.FLOAT32, ReduceOp.SUM)
@@ -65,31 +56,22 @@ def test_buffers_are_released(variant):
     out.append(0)
 
 
-INTEGERS = (DType.INT8, DType.INT32, DType.INT64, DType.UINT8)
-BLOCKS = (DType.BLOCK8, DType.BLOCK8_E4M3)
-ODD = (None, 3, "text", np.zeros(16, np.uint8)[::2])
 CONFIG_ERRORS = [
-    *((f"MEAN is not defined for {its.name}.*use SUM", its, ReduceOp.MEAN) for its in INTEGERS),
+    ("MEAN is not defined for INT32.*use SUM", DType.INT32, ReduceOp.MEAN),
+    ("MAX is not defined for BLOCK8: only sums and", DType.BLOCK8, ReduceOp.MAX),
     *(
-        (f"{op.name} is not defined for {its.name}: only sums and", its, op)
-        for its in BLOCKS
-        for op in (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-    ),
-    *(
-        ("unknown; use a DType and a ReduceOp", dtype, op)
-        for dtype, op in ((0, 1), (11, 1), (1, 0), (1, 6), (-1, 1), ("x", 1))
+        ("unknown; use a DType and a ReduceOp", *its)
+        for its in ((11, 1), (1, 0), (-1, 1), ("x", 1))
     ),
 ]
-PARTIAL = (DType.FLOAT32, DType.FLOAT64, DType.BFLOAT16, DType.INT64, DType.BLOCK8)
 PROTOCOL_ERRORS = [
     ("at least one input", [], bytearray(8)),
-    *(
-        (f"input 1 has {nbytes} bytes where .* has 8", [bytes(8), bytes(nbytes)], bytearray(8))
-        for nbytes in (0, 4, 12)
-    ),
+    ("input 1 has 4 bytes where .* has 8", [bytes(8), bytes(4)], bytearray(8)),
+    ("input 1 has 12 bytes where .* has 8", [bytes(8), bytes(12)], bytearray(8)),
     ("the output cannot be used as a buffer", [bytes(8)], bytes(8)),
-    *(("input 1 cannot be used as a buffer", [bytes(8), odd], bytearray(8)) for odd in ODD),
-    *(("the output cannot be used as a buffer", [bytes(8)], odd) for odd in ODD),
+    ("the output cannot be used as a buffer", [bytes(8)], None),
+    ("input 1 cannot be used as a buffer", [bytes(8), "text"], bytearray(8)),
+    ("input 1 cannot be used as a buffer", [bytes(8), np.zeros(16, np.uint8)[::2]], bytearray(8)),
 ]
 
 
@@ -105,7 +87,7 @@ def test_what_is_no_buffer_or_does_not_fit_is_refused(variant, match, inputs, ou
         variant.reduce(inputs, out, DType.FLOAT32, ReduceOp.SUM)
 
 
-@pytest.mark.parametrize("dtype", PARTIAL)
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BLOCK8])
 def test_a_partial_element_is_refused(variant, dtype):
     with pytest.raises(LocalProtocolError, match=f"9 bytes are not a whole number of {dtype.name}"):
         variant.reduce([bytes(9)], bytearray(9), dtype, ReduceOp.SUM)

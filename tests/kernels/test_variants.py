@@ -1,12 +1,11 @@
-"""Every compiled variant gives the bits of the NumPy twin; `test_block8` has blocks."""
+"""Every variant gives the bits of the oracle in `golden`; `test_block8` has blocks."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from reducer import kernels
-from reducer.kernels.plain import PlainKernels
 from reducer.wire.constants import DType, ReduceOp
 from tests.kernels import golden
 
@@ -58,10 +57,15 @@ def misaligned(data, offset):
     return room.data[start : start + len(data)].toreadonly()
 
 
-def fold(name, inputs, dtype, op):
-    out = bytearray(len(inputs[0]))
+def fold(name, inputs, dtype, op, out=None):
+    out = bytearray(len(inputs[0])) if out is None else out
     kernels.select(name).reduce(inputs, out, dtype, op)
     return bytes(out)
+
+
+def expected(inputs, dtype, op):
+    request = golden.Request("fold", dtype.name, op.name, tuple(inputs), len(inputs[0]))
+    return golden.result(request)
 
 
 def test_the_extension_is_built():
@@ -70,13 +74,11 @@ def test_the_extension_is_built():
 
 @pytest.mark.parametrize("variant", COMPILED)
 @pytest.mark.parametrize(("dtype", "op"), WITHOUT_BLOCKS)
-def test_same_bits_as_numpy(variant, dtype, op):
-    compiled = kernels.select(variant)
+def test_the_oracles_bits_at_any_length_and_alignment(variant, dtype, op):
     canary = b"\xa5" * WIDEST_VECTOR
     for n in INPUT_COUNTS:
         inputs = contributions(dtype, n)
-        expected = bytearray(len(inputs[0]))
-        PlainKernels().reduce(inputs, expected, dtype, op)
+        total = expected(inputs, dtype, op)
         for offset in (0, 1, 3):
             views = [
                 misaligned(data, offset if rank % 2 else 0) for rank, data in enumerate(inputs)
@@ -85,63 +87,47 @@ def test_same_bits_as_numpy(variant, dtype, op):
                 nbytes = count * dtype.itemsize
                 room = bytearray(offset) + canary + bytes(nbytes) + canary
                 out = memoryview(room)[offset + len(canary) :][:nbytes]
-                compiled.reduce([view[:nbytes] for view in views], out, dtype, op)
-                whole = bytes(offset) + canary + expected[:nbytes] + canary
+                fold(variant, [view[:nbytes] for view in views], dtype, op, out)
+                whole = bytes(offset) + canary + total[:nbytes] + canary
                 assert room == whole, f"{n=} {count=} {offset=}"
 
 
-@pytest.mark.parametrize("variant", COMPILED)
+@pytest.mark.parametrize("variant", kernels.variants())
 @pytest.mark.parametrize("dtype", SPECIAL)
 def test_every_16_bit_pattern(variant, dtype):
     every = np.arange(1 << 16, dtype="<u2").tobytes()
-    assert fold(variant, [every], dtype, ReduceOp.SUM) == fold(
-        "numpy", [every], dtype, ReduceOp.SUM
-    )
-    for partner in SPECIAL[dtype]:
-        other = np.full(1 << 16, partner, "<u2").tobytes()
-        for op in ReduceOp:
-            inputs = [every, other]
-            assert fold(variant, inputs, dtype, op) == fold("numpy", inputs, dtype, op)
+    pairs = [[every, np.full(1 << 16, partner, "<u2").tobytes()] for partner in SPECIAL[dtype]]
+    for op in ReduceOp:
+        for inputs in ([every], *pairs):
+            assert fold(variant, inputs, dtype, op) == expected(inputs, dtype, op)
 
 
 @pytest.mark.parametrize("variant", COMPILED)
 def test_many_inputs(variant):
+    of = DType.BFLOAT16, ReduceOp.MEAN
     inputs = contributions(DType.BFLOAT16, 1025, 65)
-    expected = fold("numpy", inputs, DType.BFLOAT16, ReduceOp.MEAN)
-    assert fold(variant, inputs, DType.BFLOAT16, ReduceOp.MEAN) == expected
+    assert fold(variant, inputs, *of) == expected(inputs, *of)
 
 
 @pytest.mark.parametrize("variant", kernels.variants())
 @pytest.mark.parametrize(("dtype", "op"), PAIRS)
 def test_in_place(variant, dtype, op):
     inputs = contributions(dtype, 3)
-    expected = fold(variant, inputs, dtype, op)
     for target in range(3):
         buffers = [bytearray(data) for data in inputs]
-        kernels.select(variant).reduce(buffers, buffers[target], dtype, op)
-        assert buffers[target] == expected
+        assert fold(variant, buffers, dtype, op, buffers[target]) == expected(inputs, dtype, op)
 
 
 @pytest.mark.parametrize("variant", kernels.variants())
 def test_threads_share_a_variant(variant):
-    shared = kernels.select(variant)
-    inputs = [contributions(DType.FLOAT32, 5, (1 << 15) + number) for number in range(4)]
-    expected = [fold("numpy", group, DType.FLOAT32, ReduceOp.SUM) for group in inputs]
-    wrong = []
+    of = DType.FLOAT32, ReduceOp.SUM
 
-    def work(k):
-        for _ in range(20):
-            out = bytearray(len(expected[k]))
-            shared.reduce(inputs[k], out, DType.FLOAT32, ReduceOp.SUM)
-            if out != expected[k]:
-                wrong.append(k)
+    def work(number):
+        inputs = contributions(DType.FLOAT32, 5, (1 << 15) + number)
+        return all(fold(variant, inputs, *of) == expected(inputs, *of) for _ in range(20))
 
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(work, range(4)))
 
 
 @pytest.mark.parametrize("variant", COMPILED)
@@ -152,11 +138,11 @@ def test_subnormals_survive_a_thread_that_flushes_them(variant):
     sums = [(DType.FLOAT32, [smallest, smallest], doubled)]
     for dtype in BLOCKS:
         blocks = contributions(dtype, 3)
-        sums.append((dtype, blocks, fold("numpy", blocks, dtype, ReduceOp.SUM)))
+        sums.append((dtype, blocks, expected(blocks, dtype, ReduceOp.SUM)))
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormal numbers")
     try:
         found = [fold(variant, inputs, dtype, ReduceOp.SUM) for dtype, inputs, _ in sums]
     finally:
         torch.set_flush_denormal(False)
-    assert found == [expected for *_, expected in sums]
+    assert found == [total for *_, total in sums]

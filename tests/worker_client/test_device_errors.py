@@ -12,14 +12,11 @@ from reducer.errors import (
     LocalProtocolError,
     MismatchError,
     RankLostError,
-    ReductionTimeout,
 )
 from tests import inside
 from tests.waits import eventually
 from tests.worker_client.slow_device import Gate, SlowDevice, reduce_all, staging_threads
 from worker_client.runtime import service_thread
-
-# -- errors -------------------------------------------------------------------------------------
 
 
 def test_ranks_that_disagree_on_the_whole_size(job, devices):
@@ -39,17 +36,6 @@ def test_ranks_that_disagree_on_the_whole_size(job, devices):
         assert caught.value.field == "name"
     assert [inside.blocks(client).used_bytes for client in clients] == [0, 0]
     reduce_all(clients, [torch.ones(5000), torch.ones(5000)])  # as many pieces: still in step
-
-
-def test_of_one_piece_the_size_itself_is_compared(job, devices):
-    works = [
-        client.all_reduce(torch.ones(count)) for client, count in zip(job(2), (9, 10), strict=True)
-    ]
-    for work in works:
-        with pytest.raises(MismatchError) as caught:
-            work.wait(20)
-        assert caught.value.field == "total_bytes"
-        assert {caught.value.expected, caught.value.got} == {36, 40}
 
 
 def test_a_device_that_fails_on_the_way_to_the_host(job, devices):
@@ -94,18 +80,6 @@ def test_a_device_that_fails_on_the_way_back(job, devices):
     reduce_all([client], [torch.ones(3000)])  # the contribution was made, so the order is kept
 
 
-def test_an_error_of_one_call_is_not_that_of_the_next(job, devices):
-    clients = job(2)
-    work = clients[0].all_reduce(torch.ones(5000), timeout=0.2)
-    with pytest.raises(ReductionTimeout) as caught:
-        work.wait(20)
-    assert caught.value.missing == (1,)
-    assert inside.blocks(clients[0]).used_bytes == 0
-    with pytest.raises(ReductionTimeout):
-        clients[1].all_reduce(torch.ones(5000)).wait(20)
-    reduce_all(clients, [torch.ones(5000), torch.ones(5000)])
-
-
 def test_no_page_locked_memory_is_left(job, devices, monkeypatch):
     def full(self, nbytes):
         raise DeviceError("out of memory", device="slow:0")
@@ -117,9 +91,6 @@ def test_no_page_locked_memory_is_left(job, devices, monkeypatch):
     assert inside.blocks(client).used_bytes == 0
     with pytest.raises(DeviceError):  # other ranks may have made that call
         client.all_reduce(np.ones(3))
-
-
-# -- threads ------------------------------------------------------------------------------------
 
 
 def test_callbacks(job, devices):
@@ -218,9 +189,3 @@ def test_a_device_that_hangs_is_not_waited_for(job, devices, monkeypatch, caplog
     gate.open()
     with pytest.raises(LocalProtocolError):
         work.wait(20)
-
-
-def test_without_devices_there_are_no_threads(job):
-    (client,) = job(1)
-    client.all_reduce(torch.ones(3)).wait(20)
-    assert not staging_threads()

@@ -11,21 +11,8 @@ from reducer.errors import ConfigError
 from reducer.wire.constants import DType
 from worker_client.staging.host_buffer import find_dtype, host_buffer
 
-ARRAY_DTYPES = {
-    np.float32: DType.FLOAT32,
-    np.float64: DType.FLOAT64,
-    np.float16: DType.FLOAT16,
-    ml_dtypes.bfloat16: DType.BFLOAT16,
-    np.int8: DType.INT8,
-    np.int32: DType.INT32,
-    np.int64: DType.INT64,
-    np.uint8: DType.UINT8,
-}
-TENSOR_DTYPES = {
-    getattr(torch, name.lower()): dtype
-    for name, dtype in DType.__members__.items()
-    if not dtype.is_block  # which travels alone
-}
+# All but blocks, which travel alone.
+DTYPES = {name.lower(): dtype for name, dtype in DType.__members__.items() if not dtype.is_block}
 
 
 def double(data):
@@ -40,32 +27,17 @@ def double(data):
     return buffer.write_back is None
 
 
-# -- element types ------------------------------------------------------------------------------
-
-
-def test_every_dtype_of_the_protocol_is_covered():
-    assert set(ARRAY_DTYPES.values()) == set(TENSOR_DTYPES.values())
-    assert set(ARRAY_DTYPES.values()) == set(DType) - {DType.BLOCK8, DType.BLOCK8_E4M3}
-
-
-@pytest.mark.parametrize(("dtype", "code"), ARRAY_DTYPES.items(), ids=str)
-def test_array_dtypes(dtype, code):
-    array = np.arange(5).astype(dtype)
-    buffer = host_buffer(array)
-    assert buffer.dtype is code
-    assert bytes(buffer.view) == array.tobytes()
-    buffer.view[:] = np.ones(5, dtype).tobytes()
-    assert (array == np.ones(5, dtype)).all()
-
-
-@pytest.mark.parametrize(("dtype", "code"), TENSOR_DTYPES.items(), ids=str)
-def test_tensor_dtypes(dtype, code):
-    tensor = torch.arange(5).to(dtype)
-    buffer = host_buffer(tensor)
-    assert buffer.dtype is code
-    assert bytes(buffer.view) == bytes(tensor.view(torch.uint8).tolist())
-    buffer.view[:] = bytes(torch.ones(5, dtype=dtype).view(torch.uint8).tolist())
-    assert torch.equal(tensor, torch.ones(5, dtype=dtype))
+@pytest.mark.parametrize(("name", "code"), DTYPES.items())
+def test_dtypes(name, code):
+    array = np.arange(5).astype(getattr(ml_dtypes, name, name))
+    tensor, given = torch.arange(5).to(getattr(torch, name)), array.tobytes()
+    for data in (array, tensor):
+        buffer = host_buffer(data)
+        assert buffer.dtype is code
+        assert bytes(buffer.view) == given
+        buffer.view[:] = np.ones_like(array).tobytes()
+    assert (array == 1).all()
+    assert (tensor == 1).all()
 
 
 def test_a_dtype_that_cannot_be_reduced_is_named():
@@ -74,23 +46,17 @@ def test_a_dtype_that_cannot_be_reduced_is_named():
         find_dtype("complex128")
 
 
-# -- memory layouts -----------------------------------------------------------------------------
-
 SHAPES = {  # from six numbers
     "flat": lambda six: six,
     "2-d": lambda six: six.reshape(2, 3),
-    "part": lambda six: six[1:4],
-    "one": lambda six: six[:1],
     "row": lambda six: six.reshape(2, 3)[1],
     "0-d": lambda six: six[2:3].reshape(()),
     "zero-size": lambda six: six[:0],
-    "zero-size, 2-d": lambda six: six[:0].reshape(0, 3),
     "transposed vector": lambda six: six.reshape(1, 6).T,
 }
 STRIDED = {
     "every second": lambda six: six[::2],
     "column": lambda six: six.reshape(2, 3)[:, 1],
-    "columns": lambda six: six.reshape(2, 3)[:, 1:],
     "transposed": lambda six: six.reshape(2, 3).T,
 }
 
@@ -156,8 +122,6 @@ def test_the_view_keeps_the_memory_alive():
     assert all(bytes(view) == b"\7" * 1000 for view in views)
 
 
-# -- what is refused ----------------------------------------------------------------------------
-
 NO_DTYPE = r"cannot be reduced: convert to one of float32, .*uint8"
 READ_ONLY = r"read-only.*copy it"
 SWAPPED = np.dtype(np.float32).newbyteorder()
@@ -166,19 +130,10 @@ SWAPPED = np.dtype(np.float32).newbyteorder()
 @pytest.mark.parametrize(
     ("why", "refused"),
     [
-        *(
-            (NO_DTYPE, np.ones(3, dtype))
-            for dtype in (bool, np.complex64, np.int16, np.uint64, np.longdouble)
-        ),
-        (NO_DTYPE, np.ones(3, ml_dtypes.float8_e4m3fn)),
+        *((NO_DTYPE, np.ones(3, dtype)) for dtype in (bool, np.uint64, ml_dtypes.float8_e4m3fn)),
         (NO_DTYPE, np.array([None])),
-        (NO_DTYPE, np.array(["text"])),
-        (NO_DTYPE, np.zeros(3, "M8[s]")),
         (NO_DTYPE, np.zeros(3, [("x", "f4")])),
-        *(
-            (NO_DTYPE, torch.ones(3, dtype=dtype))
-            for dtype in (torch.bool, torch.complex64, torch.int16, torch.float8_e4m3fn)
-        ),
+        *((NO_DTYPE, torch.ones(3, dtype=dtype)) for dtype in (torch.bool, torch.float8_e4m3fn)),
         (READ_ONLY, np.frombuffer(bytes(24))),
         (READ_ONLY, np.broadcast_to(np.ones(1), (3,))),
         (READ_ONLY, np.broadcast_arrays(np.ones(1), np.ones(3))[0]),  # it only warns
@@ -188,7 +143,7 @@ SWAPPED = np.dtype(np.float32).newbyteorder()
         (r"sparse.*to_dense\(\), or sparse=False", torch.eye(3).to_sparse()),
         *(
             (f"takes a NumPy array or a torch tensor, got {type(one).__name__}: convert it", one)
-            for one in ([1.0], 1.0, None, "text", b"bytes", np.float32(1), memoryview(b""))
+            for one in ([1.0], None, np.float32(1), memoryview(b""))
         ),
     ],
     ids=lambda value: f"{type(value).__name__}-{getattr(value, 'dtype', '')}",
@@ -198,23 +153,10 @@ def test_what_cannot_be_reduced_in_place(why, refused):
         host_buffer(refused)
 
 
-def test_the_wrong_byte_order_is_mended_as_the_error_says():
-    assert host_buffer(np.ones(3, SWAPPED).astype(np.float32)).dtype is DType.FLOAT32
-
-
 def test_a_list_is_refused_without_torch(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(ConfigError, match="got list"):
         host_buffer([1.0])
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
-def test_a_sparse_tensor_of_another_form():
-    with pytest.raises(ConfigError, match=r"sparse.*to_dense\(\), or sparse=False"):
-        host_buffer(torch.eye(3).to_sparse_csr())
-
-
-# -- autograd -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strided", [False, True])

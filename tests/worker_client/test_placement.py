@@ -29,10 +29,6 @@ def test_one_node_single_ranks_and_unequal_nodes_have_no_hierarchy(keys):
     assert arrange(keys, 0) is None
 
 
-def test_a_host_is_itself():
-    assert host_identity() == host_identity()
-
-
 IDENTITY = """
 from worker_client.communicators.placement import host_identity
 print(host_identity())
