@@ -1,7 +1,8 @@
-"""All-reduces that the tests of failures make, and the reducers that they end."""
+"""All-reduces that tests of jobs make, the reducers that they end, and ranks that share a node."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import psutil
@@ -9,6 +10,7 @@ import pytest
 
 from reducer.errors import ReductionError
 from tests.waits import eventually
+from worker_client.communicators.node_sockets import connect_node
 
 
 def ones(count=1000, dtype=np.float32):
@@ -64,3 +66,16 @@ def all_reduce(clients):
     """A plain all-reduce, to show that the job works."""
     for result in reduced(clients, [ones(70_000) for _ in clients], "sum"):
         assert (result == len(clients)).all()
+
+
+class Board(dict):
+    """Where ranks publish what the others of their node read, as in a process group's store."""
+
+    def read(self, topic, rank):
+        eventually(lambda: (topic, rank) in self)
+        return self[topic, rank]
+
+    def meet(self, topic, ranks, local_rank):
+        """Connect a rank to the others of its node."""
+        share = partial(self.__setitem__, (topic, ranks[local_rank]))
+        return connect_node(ranks, local_rank, share, partial(self.read, topic))

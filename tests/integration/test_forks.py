@@ -1,7 +1,6 @@
 """A forked child keeps no connection of its parent, so that others hear of the parent's death."""
 
 import os
-import queue
 import signal
 import socket
 import sys
@@ -9,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import psutil
@@ -16,10 +16,10 @@ import pytest
 
 from reducer.errors import LocalProtocolError, RankLostError
 from tests.conftest import joined, local_pool, reducer_here
+from tests.integration.calls import Board
 from tests.ranks import environments, ranks
 from tests.waits import eventually
 from worker_client.client import client as client_module
-from worker_client.communicators.node_sockets import connect_node
 from worker_client.runtime import service_thread
 from worker_client.staging.host_buffer import host_buffer
 
@@ -140,16 +140,8 @@ def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_other
 
 
 def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node():
-    names = {rank: queue.Queue() for rank in range(2)}
     with ThreadPoolExecutor(2) as pool:
-        both = list(
-            pool.map(
-                lambda rank: connect_node(
-                    (0, 1), rank, names[rank].put, lambda other: names[other].get(timeout=20)
-                ),
-                range(2),
-            )
-        )
+        both = list(pool.map(partial(Board().meet, "", (0, 1)), range(2)))
     with forked_child():
         both[1].close()  # as its process would by ending
         message = [memoryview(bytearray(1))] * 2

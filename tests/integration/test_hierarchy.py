@@ -1,9 +1,8 @@
 """Ranks of a node reduce among themselves first: real sockets, real reducers, several nodes."""
 
 import itertools
-import threading
+import socket
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,18 +13,16 @@ import pytest
 
 from reducer.errors import (
     ConfigError,
-    LocalProtocolError,
     MismatchError,
     RankLostError,
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
 from tests import inside
-from tests.integration.calls import errors_of, reduced
+from tests.integration.calls import Board, errors_of, reduced
 from tests.waits import within_s
 from worker_client.client.compose import Composer
 from worker_client.communicators import hierarchical
-from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
@@ -42,63 +39,29 @@ DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64",
 numbers = itertools.count()
 
 
-class Board:
-    """Where ranks publish what others read, as in a process group's store."""
-
-    def __init__(self):
-        self._values = {}
-        self._news = threading.Condition()
-
-    def share(self, rank, value):
-        with self._news:
-            self._values[rank] = value
-            self._news.notify_all()
-
-    def read(self, rank):
-        with self._news:
-            assert self._news.wait_for(lambda: rank in self._values, 10.0)
-            return self._values[rank]
-
-
-def joining(nodes, local, servers, timeout_s=20.0, wire_dtype=None):
-    """What makes the client of a rank; it waits for the others of its node."""
+@contextmanager
+def ranks_on(nodes, local, servers, wire_dtype=None):
+    """All ranks of a job as clients in this process."""
     keys = [str(rank // local) for rank in range(nodes * local)]
-    boards, number = defaultdict(Board), next(numbers)
+    number, board = next(numbers), Board()
 
     def join(rank):
         place = arrange(keys, rank)
-        assert place is not None
         job = f"hierarchy-{number}-{place.local_rank}"
         patient = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
         spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0, heartbeats=patient)
-
-        def meet(topic):
-            board = boards[topic]
-            return connect_node(
-                place.peers, place.local_rank, lambda name: board.share(rank, name), board.read
-            )
-
         composer = Composer(
             implementation.select(None),
-            timeout_s,
+            20.0,
             10.0,
             wire_dtype=wire_dtype,
             place=place,
-            meet=meet,
+            meet=lambda topic: board.meet(topic, place.peers, place.local_rank),
         )
         return composer.client(spec)
 
-    return join
-
-
-@contextmanager
-def ranks_on(nodes, local, servers, **arguments):
-    """All ranks of a job as clients in this process."""
     with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
-        clients = list(pool.map(joining(nodes, local, servers, **arguments), range(nodes * local)))
-        for client in clients:
-            stack.enter_context(client)
-        yield clients
+        yield [stack.enter_context(client) for client in list(pool.map(join, range(nodes * local)))]
 
 
 @pytest.fixture(scope="module")
@@ -169,25 +132,12 @@ def test_of_two_zeros_the_earlier_ranks_stays(six, dtype, op):
 
 
 def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers):
-    with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
-        for count, rounded in ((4096, True), (4095, False)):
-            rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
-            for result in reduced(clients, rows, "max"):
-                assert set(result.tolist()) == {1.0 if rounded else 1 + 2.0**-12}
-
-
-def test_a_mean_of_16_bits_is_no_larger_than_what_it_is_of(servers):
     with ranks_on(2, 2, servers, wire_dtype=DType.FLOAT16) as clients:
+        for count, mean in ((4096, 1.0), (4095, 1 + 2.0**-12)):
+            rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
+            assert all(set(result) == {mean} for result in reduced(clients, rows))
         rows = [np.full(4096, 40_000, np.float32) for _ in clients]  # of which two are too many
-        for result in reduced(clients, rows, "mean"):
-            assert set(result.tolist()) == {40_000.0}
-
-
-def test_ranks_are_those_of_the_whole_job(six):
-    assert [client.rank for client in six] == list(range(6))
-    assert {client.world_size for client in six} == {6}
-    assert six[4].present == tuple(range(6))
-    assert inside.communicator(six[4]).place.across == (1, 4)
+        assert all(set(result) == {40_000} for result in reduced(clients, rows))
 
 
 def test_a_node_sends_each_buffer_once(six, monkeypatch):
@@ -225,20 +175,6 @@ def test_nan_and_infinity_pass_and_overflow_is_silent(six):
         assert len({result.tobytes() for result in results}) == 1
         assert np.isnan(results[0][0])
         assert np.isposinf(results[0][1:3].astype(np.float32)).all()
-
-
-def test_many_in_flight_of_any_size_and_strided(six):
-    counts = [1, 100_000, 7, 65_536, 0, 3]
-
-    def go(client):
-        arrays = [np.full((count, 2), client.rank, np.float64)[:, 1] for count in counts]
-        for work in [client.all_reduce(array, "sum", name=f"{len(array)}") for array in arrays]:
-            work.wait(20)
-        return arrays
-
-    with ThreadPoolExecutor(6) as pool:
-        for arrays in pool.map(go, six):
-            assert all((array == 15).all() for array in arrays)
 
 
 @pytest.mark.parametrize(
@@ -284,23 +220,16 @@ def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers):
 
 
 def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(six):
-    def each(count):
-        return [client.all_reduce(np.zeros(count(client.rank))) for client in six]
-
-    for error in failures(each(lambda rank: 12 if rank < 3 else 24)):
+    works = [client.all_reduce(np.zeros(12 if client.rank < 3 else 24)) for client in six]
+    for error in failures(works):
         assert isinstance(error, MismatchError)
         assert (error.rank, error.other_rank) in {(0, 3), (3, 0)}
         assert "between nodes" in str(error)
-    check(six, "float32", "mean", 100)
-
-
-def test_a_node_that_comes_too_late_is_named(six):
     works = [client.all_reduce(np.zeros(6), timeout="500ms") for client in six[:3]]
     for error in failures(works):
         assert isinstance(error, ReductionTimeout)
         assert error.missing == (3,)  # of the first part's job; the other two miss 4 and 5
-    for error in failures([client.all_reduce(np.zeros(6), timeout="500ms") for client in six[3:]]):
-        assert isinstance(error, ReductionTimeout)
+    failures([client.all_reduce(np.zeros(6), timeout="500ms") for client in six[3:]])
     check(six, "float32", "mean", 100)
 
 
@@ -322,99 +251,9 @@ def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(six):
     check(six, "float32", "mean", 100)
 
 
-def test_a_call_that_one_rank_is_refused_fails_everywhere_and_the_next_one_works(six):
-    works = [client.all_reduce(np.zeros(4), "sum") for client in six if client.rank != 4]
-    with pytest.raises(ConfigError, match="complex64"):
-        six[4].all_reduce(np.zeros(4, np.complex64), "sum")
-    for error in failures(works):
-        assert isinstance(error, MismatchError)
-        assert (error.field, "complex64" in str(error)) == ("call", True)
-    check(six, "float32", "mean", 100)
-
-
-def test_a_rank_that_comes_too_late_is_named_to_its_node(servers):
-    with ranks_on(2, 2, servers, timeout_s=0.5) as clients:
-        works = [client.all_reduce(np.zeros(4)) for client in clients if client.rank != 1]
-        first, *far = failures(works)
-        assert isinstance(first, ReductionTimeout)
-        assert first.missing == (1,)
-        assert all(isinstance(error, ReductionTimeout | RankLostError) for error in far)
-
-
-def named(client, name, timeout_s):
-    return client.all_reduce(np.ones(4), "sum", name=name, timeout=timeout_s)
-
-
-def test_a_named_call_has_its_deadline_while_its_node_meets(servers):
-    with ExitStack() as stack:
-        join = joining(2, 2, servers)
-        with ThreadPoolExecutor(4) as pool:
-            clients = list(pool.map(join, range(4)))
-        for client in clients:
-            stack.enter_context(client)
-        begin = time.monotonic()
-        early = [named(client, "x", 2.0) for client in clients if client.rank != 1]
-        for work in early:
-            with pytest.raises(ReductionTimeout, match="not submitted by"):
-                work.wait(20)
-        assert 2.0 <= time.monotonic() - begin < 10.0
-        with pytest.raises(ReductionTimeout, match="waits no longer"):
-            named(clients[1], "x", 20.0).wait(20)
-        for work in [named(client, "y", 20.0) for client in clients]:
-            assert (work.wait(20) == 4).all()
-
-
-def test_a_rank_that_leaves_is_named_by_everybody(servers):
-    with ranks_on(2, 3, servers) as clients:
-        works = [client.all_reduce(np.zeros(9)) for client in clients if client.rank != 4]
-        start = time.monotonic()
-        clients[4].shutdown()
-        for error in failures(works):
-            assert isinstance(error, RankLostError)
-            assert error.rank == 4
-        within_s(10.0, start)
-
-
-def test_a_shut_down_client_ends_what_is_open(servers):
-    with ranks_on(2, 2, servers) as clients:
-        works = [client.all_reduce(np.zeros(4)) for client in clients[:2]]
-        clients[0].shutdown()
-        clients[0].shutdown()
-        with pytest.raises(LocalProtocolError, match="was shut down"):
-            works[0].wait(5)
-        with pytest.raises(RankLostError):
-            works[1].wait(5)
-        with pytest.raises(LocalProtocolError, match="was shut down"):
-            clients[0].all_reduce(np.zeros(4))
-
-
-def test_nobody_waits_in_a_callback(six):
-    said = []
-
-    def callback(_):
-        with pytest.raises(LocalProtocolError, match="for ever") as caught:
-            second.wait(5)
-        said.append(caught.value)
-
-    first, second = (six[0].all_reduce(np.zeros(4)) for _ in range(2))
-    first.future().add_done_callback(callback)
-    works = [client.all_reduce(np.zeros(4)) for client in six[1:]]
-    for work in (first, *works):
-        work.wait(20)
-    # The second one cannot have ended before the callback, as the others come only now.
-    works = [client.all_reduce(np.zeros(4)) for client in six[1:]]
-    for work in (second, *works):
-        work.wait(20)
-    assert len(said) == 1
-
-
 def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes):
-    board = Board()
     with ThreadPoolExecutor(2) as pool:
-        left, gone = pool.map(
-            lambda at: connect_node((0, 1), at, lambda name: board.share(at, name), board.read),
-            range(2),
-        )
+        left, gone = pool.map(partial(Board().meet, "", (0, 1)), range(2))
     gone.close()
     nothing = memoryview(b"")
     with pytest.raises(RankLostError):
@@ -424,21 +263,19 @@ def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes):
     assert broken_pipes == []
 
 
+class Disturbed(Board):
+    """Where something else connects to the first rank before the other one does."""
+
+    def __setitem__(self, key, name):
+        if key == ("", 0):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(f"\0{name}")
+        super().__setitem__(key, name)
+
+
 def test_a_stranger_at_the_door_is_sent_away():
-    """Something else connects first; the ranks of the node find each other all the same."""
-    import socket  # noqa: PLC0415
-
-    board = Board()
-
-    def disturb(name):
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(f"\0{name}")
-        board.share(0, name)
-
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(connect_node, (0, 1), 0, disturb, board.read)
-        second = pool.submit(connect_node, (0, 1), 1, lambda name: board.share(1, name), board.read)
-        nodes = [first.result(10), second.result(10)]
+        nodes = list(pool.map(partial(Disturbed().meet, "", (0, 1)), range(2)))
         until = time.monotonic() + 5
         both = [pool.submit(one.agree, 0, b"%d" % one.local_rank, until) for one in nodes]
         assert [one.result() for one in both] == [[b"0", b"1"]] * 2
