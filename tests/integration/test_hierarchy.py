@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,24 +17,16 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
-from tests import inside
-from tests.integration.calls import Board, errors_of, reduced
-from tests.waits import within_s
+from tests.conftest import reducer_here
+from tests.integration.calls import Board, check_bits, errors_of, ones, reduced
+from tests.waits import eventually, within_s
+from torture.guarantee_oracle import FLOATS, TYPES
 from worker_client.client.compose import Composer
 from worker_client.communicators import hierarchical
 from worker_client.communicators.placement import arrange
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 
-STEPS = {
-    "sum": np.add,
-    "mean": np.add,
-    # NumPy does not say which zero its own minimum and maximum return; ours is the earlier rank's.
-    "min": lambda earlier, later: np.where((later < earlier) | np.isnan(later), later, earlier),
-    "max": lambda earlier, later: np.where((later > earlier) | np.isnan(later), later, earlier),
-    "product": np.multiply,
-}
-DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8"]
 numbers = itertools.count()
 
 
@@ -71,64 +62,23 @@ def six(servers):
         yield clients
 
 
-def contributions(dtype, count, ranks):
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    sources = [np.random.default_rng([count, rank]) for rank in range(ranks)]
-    if "int" in dtype:
-        return [source.integers(0, 100, count).astype(kind) for source in sources]
-    return [(source.standard_normal(count) * 3 + 0.1).astype(kind) for source in sources]
-
-
-def expected(rows, op, local):
-    """Fold in local-rank order, then in node order; round once."""
-    kind = rows[0].dtype
-    wide = [row.astype(np.float32) if kind.itemsize == 2 else row for row in rows]
-    with np.errstate(all="ignore"):
-        sums = []
-        for first in range(0, len(rows), local):
-            folded = wide[first].copy()
-            for row in wide[first + 1 : first + local]:
-                folded = STEPS[op](folded, row)
-            sums.append(folded)
-        total = sums[0]
-        for one in sums[1:]:
-            total = STEPS[op](total, one)
-        if op == "mean":
-            total = total / total.dtype.type(len(rows))
-        return total.astype(kind)
-
-
-def check(clients, dtype, op, count):
-    rows = contributions(dtype, count, len(clients))
-    want = expected(rows, op, len(inside.communicator(clients[0]).place.peers))
-    for result in reduced(clients, rows, op):
-        assert result.tobytes() == want.tobytes()
+def check(six, dtype="float32", op="mean", count=100):
+    check_bits(six, dtype, op, count, nodes=2)
 
 
 failures = partial(errors_of, within_s=20.0)
 
 
-@pytest.mark.parametrize("op", STEPS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", TYPES)
 def test_every_rank_has_the_bits_of_the_stated_order(six, dtype, op):
-    if op == "mean" and "int" in dtype:
+    if op == "mean" and dtype not in FLOATS:
         for client in six:
             with pytest.raises(ConfigError, match="the mean of"):
                 client.all_reduce(np.zeros(3, dtype), op)
         return
     for count in (0, 1, 2, 3, 1000, 10_007):
         check(six, dtype, op, count)
-
-
-@pytest.mark.parametrize("op", ["min", "max"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_of_two_zeros_the_earlier_ranks_stays(six, dtype, op):
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    signs = list(itertools.product([0.0, -0.0], repeat=len(six)))
-    patterns = np.array(signs * 3, kind)  # as many as vectors have, and some more
-    rows = [patterns[:, rank].copy() for rank in range(len(six))]
-    for result in reduced(six, rows, op):
-        assert result.tobytes() == patterns[:, 0].tobytes()
 
 
 def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers):
@@ -140,70 +90,39 @@ def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers):
         assert all(set(result) == {40_000} for result in reduced(clients, rows))
 
 
-def test_a_node_sends_each_buffer_once(six, monkeypatch):
-    sent = [0] * len(six)
-
-    def count(rank, submit, operation):
-        sent[rank] += operation.view.nbytes
-        submit(operation)
-
-    for rank, client in enumerate(six):
-        driver = inside.communicator(client).flat
-        monkeypatch.setattr(driver, "submit", partial(count, rank, driver.submit))
-    before = [client.bytes_reduced for client in six]
-    check(six, "float32", "mean", 30_000)
-    assert sum(sent[:3]) == sum(sent[3:]) == 4 * 30_000
-    assert [client.bytes_reduced - then for client, then in zip(six, before, strict=True)] == [
-        4 * 30_000
-    ] * 6
+def test_a_node_sends_each_buffer_once():
+    with reducer_here() as server, ranks_on(2, 3, [server.address]) as clients:
+        check(clients, count=30_000)
+        nbytes = 4 * 30_000
+        eventually(lambda: server.counters.bytes_in >= 2 * nbytes)
+        assert server.counters.bytes_in == pytest.approx(2 * nbytes, rel=0.02)
+        assert [client.bytes_reduced for client in clients] == [nbytes] * 6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_buffers_go_in_pieces(six, monkeypatch, dtype):
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", 4096)
     for count in (1023, 1024, 1025, 50_001):
-        check(six, dtype, "mean", count)
+        check(six, dtype, count=count)
 
 
-def test_nan_and_infinity_pass_and_overflow_is_silent(six):
-    for dtype in ("float32", "float16", ml_dtypes.bfloat16):
-        rows = [np.zeros(4, dtype) for _ in six]
-        rows[1][0], rows[4][1] = np.nan, np.inf
-        for row in rows:
-            row[2] = 3e4 if dtype == "float16" else 3e38
-        results = reduced(six, rows, "sum")
-        assert len({result.tobytes() for result in results}) == 1
-        assert np.isnan(results[0][0])
-        assert np.isposinf(results[0][1:3].astype(np.float32)).all()
-
-
-@pytest.mark.parametrize(
-    ("wire_dtype", "bound"),
-    [(None, 1e-6), (DType.BFLOAT16, 2**-7), (DType.BLOCK8, 3.1 / 254), (DType.BLOCK8_E4M3, 0.2)],
-    ids=["float32", "bfloat16", "block8", "block8_e4m3"],
-)
-def test_a_weighted_mean(servers, wire_dtype, bound):
+@pytest.mark.parametrize("wire_dtype", [None, DType.BFLOAT16])
+def test_a_weighted_mean(servers, wire_dtype):
     with ranks_on(2, 2, servers, wire_dtype=wire_dtype) as clients:
-        weights = [1.0, 0.0, 2.5, 4.0]
-        given = contributions("float32", 5000, 4)
-        given[1][:] = np.nan  # of a rank that has nothing to say
-        scaled = np.stack([np.nan_to_num(row) for row in given]) * np.array(weights)[:, None]
-        want = scaled.sum(axis=0) / sum(weights)
-        results = reduced(clients, given, weight=weights)
-        assert len({result.tobytes() for result in results}) == 1
-        assert np.abs(results[0] - want).max() <= bound * np.abs(scaled).max()
+        how = {"nodes": 2, "wire_dtype": "bf16" if wire_dtype else ""}
+        check_bits(clients, "float32", "mean", 5000, weights=(1.0, 0.0, 2.5, 4.0), **how)
         some = [client.all_reduce(np.ones(9), weight=client.rank or None) for client in clients]
         assert all(isinstance(error, MismatchError) for error in errors_of(some))
         if wire_dtype is not None:
-            some = [c.all_reduce(given[2].copy(), exact=c.rank % 2 == 0) for c in clients]
+            some = [c.all_reduce(ones(5000), exact=c.rank % 2 == 0) for c in clients]
             assert {error.field for error in errors_of(some)} == {"exact"}
-        check(clients, "float64", "mean", 100)
+        check(clients, "float64")
 
 
 def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers):
     with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
         count, calls = 8192, 64
-        values = [row.astype(np.float32) for row in contributions("float32", count, 4)]
+        values = np.random.default_rng(0).standard_normal((4, count), np.float32)
         residuals = [np.zeros(count, np.float32) for _ in clients]
         total = np.zeros(count)
         for _ in range(calls):
@@ -230,7 +149,7 @@ def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(six):
         assert isinstance(error, ReductionTimeout)
         assert error.missing == (3,)  # of the first part's job; the other two miss 4 and 5
     failures([client.all_reduce(np.zeros(6), timeout="500ms") for client in six[3:]])
-    check(six, "float32", "mean", 100)
+    check(six)
 
 
 def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(six):
@@ -248,7 +167,7 @@ def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(six):
         assert isinstance(error, MismatchError)
         assert error.field == "call"
         assert "within a node: ranks disagree" in str(error)
-    check(six, "float32", "mean", 100)
+    check(six)
 
 
 def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes):
