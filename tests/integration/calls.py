@@ -1,14 +1,21 @@
-"""All-reduces that the tests of failures make, and the reducers that they end."""
+"""All-reduces that tests of jobs make, the reducers that they end, and ranks that share a node."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
+import ml_dtypes
 import numpy as np
 import psutil
 import pytest
 
 from reducer.errors import ReductionError
 from tests.waits import eventually
+from torture.guarantee_oracle import Oracle, Shape
+from torture.guarantee_plan import Call
+from worker_client.communicators.node_sockets import connect_node
+
+ORACLE = Oracle("calls", exact=False)
 
 
 def ones(count=1000, dtype=np.float32):
@@ -24,6 +31,24 @@ def reduced(clients, given, op="mean", **how):
         for rank, (client, array) in enumerate(zip(clients, given, strict=True))
     ]
     return [work.wait(30) for work in works]
+
+
+@cache
+def expected_bits(call, shape):
+    return ORACLE.result(call, shape).tobytes()
+
+
+def check_bits(clients, dtype, op, count, *, step=0, nodes=1, wire_dtype="", weights=None):
+    """Make an all-reduce of all ranks; each must end with exactly the oracle's bits."""
+    call = Call((0, step, 0), None, dtype, op, count, weights=weights)
+    rows = [ORACLE.contribution(call, rank) for rank in range(len(clients))]
+    if dtype == "bfloat16":
+        rows = [row.view(ml_dtypes.bfloat16) for row in rows]
+    groups = np.arange(len(clients)).reshape(nodes, -1).tolist()
+    right = expected_bits(call, Shape(tuple(map(tuple, groups)), wire_dtype))
+    weighted = {} if weights is None else {"weight": list(weights)}
+    for rank, result in enumerate(reduced(clients, rows, op, **weighted)):
+        assert result.tobytes() == right, f"rank {rank} of {len(clients)}: {call}"
 
 
 def each(clients, call):
@@ -64,3 +89,16 @@ def all_reduce(clients):
     """A plain all-reduce, to show that the job works."""
     for result in reduced(clients, [ones(70_000) for _ in clients], "sum"):
         assert (result == len(clients)).all()
+
+
+class Board(dict):
+    """Where ranks publish what the others of their node read, as in a process group's store."""
+
+    def read(self, topic, rank):
+        eventually(lambda: (topic, rank) in self)
+        return self[topic, rank]
+
+    def meet(self, topic, ranks, local_rank):
+        """Connect a rank to the others of its node."""
+        share = partial(self.__setitem__, (topic, ranks[local_rank]))
+        return connect_node(ranks, local_rank, share, partial(self.read, topic))

@@ -22,14 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import worker_client
 from harness.reports import digest
-from reducer.errors import RankLostError, ReductionError
+from reducer.errors import ReductionError
 from torture.guarantee_backward import as_tensor
 from torture.guarantee_judge import Judge
 from torture.guarantee_oracle import tells
 from torture.guarantee_plan import Call, Plan
 from worker_client import elastic
-from worker_client.communicators.elastic import ADMISSION, ElasticCommunicator
-from worker_client.communicators.reconcile import Reconciliation
 
 # Who joins gets a rank of the job's, perhaps another one.
 PROCESS = int(os.environ.get("PROCESS") or os.environ["RANK"])
@@ -50,7 +48,6 @@ KINDS = [  # dtype, op, elements: several chunks to each reducer, one, less than
 IN_FLIGHT = 4
 MOST_RANKS = 256
 BATCH = 120  # over all ranks
-LOST = RankLostError("rank 2 is lost", rank=2)
 
 
 class Spec(NamedTuple):
@@ -61,7 +58,6 @@ class Spec(NamedTuple):
         group: ranks of its process group: ``all``, or ``own`` where it is alone; "" for none.
         rest_s: time between two steps, in which it computes and hears of nothing.
         warm: so many steps are made at full speed first.
-        misses: what some ranks do not hear, until a rank is lost.
         stays_s: how long it stays after the last step, times its place behind rank `first`.
     """
 
@@ -69,7 +65,6 @@ class Spec(NamedTuple):
     group: str = ""
     rest_s: float = 0.005
     warm: int = 0
-    misses: str = ""
     stays_s: float = 0.0
     first: int = 0
 
@@ -220,42 +215,8 @@ def run(spec, client, stop_at):
     return True
 
 
-def miss_the_admission(*processes):
-    """Have some ranks not hear that another one joins, until a rank is lost."""
-    ended = ElasticCommunicator._attempt_ended
-
-    def end_badly(self, entry, error):
-        asked = entry.operation
-        if asked.name == ADMISSION and asked.view[0] and error is None and PROCESS in processes:
-            say("missed")
-            time.sleep(3.0)
-            ElasticCommunicator._attempt_ended = ended
-            error = LOST
-        ended(self, entry, error)
-
-    ElasticCommunicator._attempt_ended = end_badly
-
-
-def miss_the_meeting():
-    """Have rank 1 not hear the last result of the meeting of four, until a rank is lost."""
-    meet = Reconciliation.run
-
-    def run_and_miss(self, *arguments):
-        meet(self, *arguments)
-        if (self._me, self._ranks) == (1, 4):
-            say("missed")
-            time.sleep(3.0)
-            raise LOST
-
-    Reconciliation.run = run_and_miss
-
-
 def main():
     spec = Spec(**json.loads(sys.argv[1]))
-    if spec.misses == "meeting":
-        miss_the_meeting()
-    elif spec.misses:
-        miss_the_admission(*([1] if spec.misses == "admission" else [0, 1]))
     logging.getLogger("worker_client").addHandler(Warnings(logging.WARNING))
     torch.set_num_threads(1)
     if spec.group == "all":

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, MismatchError
 from reducer.runtime import implementation
 from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import reduced
@@ -25,12 +25,13 @@ torch = pytest.importorskip("torch", reason="needs torch")
 IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
 
 
-def outcomes(interfaces, store_host=None):
+def outcomes(interfaces, store_host=None, servers=((), ())):
     """Return the reducers of a job of embedded ranks, or what each rank raised instead.
 
     Args:
         interfaces: each rank's REDUCTION_INTERFACE.
         store_host: where the store is, which is in memory by default.
+        servers: each rank's REDUCTION_SERVERS.
     """
     dist = torch.distributed
     store = dist.TCPStore(store_host, 0, is_master=True) if store_host else dist.HashStore()
@@ -40,9 +41,10 @@ def outcomes(interfaces, store_host=None):
         own = dist.TCPStore(store_host, store.port) if store_host else store
         group = Rendezvous(rank, range(len(interfaces)), own, timeout_s=20)
         try:
-            settings = config.load().model_copy(update={"interface": interfaces[rank]})
+            its = {"interface": interfaces[rank], "servers": servers[rank]}
+            settings = config.load().model_copy(update=its)
             return enlist(settings, group, (rank, len(interfaces)))
-        except ConfigError as error:
+        except (ConfigError, MismatchError) as error:
             return error
 
     with ExitStack() as stack, ThreadPoolExecutor(len(interfaces), "host..") as pool:
@@ -81,12 +83,14 @@ def test_a_pool_at_an_ipv6_address(impl, monkeypatch):
         assert all((result == 1.5).all() for result in results)
 
 
-@IPV6
 @pytest.mark.parametrize("impl", implementation.NAMES)
-def test_embedded_reducers_at_an_ipv6_address(impl, monkeypatch):
+@pytest.mark.parametrize(
+    ("interface", "address"), [("", "127.0.0.1"), pytest.param("::1", "[::1]", marks=IPV6)]
+)
+def test_embedded_reducers_of_one_host_listen_on_loopback(impl, monkeypatch, interface, address):
     monkeypatch.setenv("REDUCTION_IMPL", impl)
-    for reducers in outcomes(["::1", "::1"]):
-        assert all(address.startswith("[::1]:") for address in reducers)
+    for reducers in outcomes([interface, interface]):
+        assert all(one.startswith(f"{address}:") for one in reducers)
 
 
 HOROVOD = """
@@ -107,11 +111,6 @@ def test_ranks_that_meet_at_an_ipv6_address():
         ) as job,
     ):
         assert job.outputs() == ["[3.0, 3.0, 3.0]\n"] * 2
-
-
-def test_embedded_reducers_of_one_host_listen_on_loopback():
-    for reducers in outcomes(["", ""]):
-        assert all(address.startswith("127.0.0.1:") for address in reducers)
 
 
 @pytest.mark.usefixtures("several_hosts")
@@ -150,12 +149,6 @@ def test_a_bind_address_that_other_hosts_cannot_reach_is_refused(monkeypatch):
         assert "other hosts cannot reach 127.0.0.1" in str(error)
 
 
-def test_a_rank_with_a_wrong_interface_keeps_nobody_waiting():
-    first, second = outcomes(["", "nowhere9"])
-    assert "REDUCTION_INTERFACE: no interface" in str(second)
-    assert str(first) == f"rank 1: {second}"
-
-
 def test_a_rank_whose_port_is_taken_keeps_nobody_waiting(monkeypatch):
     port = free_port()
     monkeypatch.setenv("REDUCTION_BIND", f"tcp://127.0.0.1:{port}")
@@ -164,3 +157,10 @@ def test_a_rank_whose_port_is_taken_keeps_nobody_waiting(monkeypatch):
     assert str(port) in errors[late]
     assert errors[1 - late] == f"rank {late}: {errors[late]}"
     socket.create_server(("127.0.0.1", port)).close()  # the other rank listens no longer
+
+
+def test_a_rank_that_uses_a_pool_beside_ranks_that_host_reducers():
+    for error in outcomes(["", ""], servers=((), ("127.0.0.1:1",))):
+        assert error.field == "REDUCTION_SERVERS"
+        assert "rank 0 says one in every rank" in str(error)
+        assert "rank 1 says the pool 127.0.0.1:1" in str(error)

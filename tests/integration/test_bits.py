@@ -1,69 +1,27 @@
 """The guarantee: every rank gets the oracle's bits, whatever the pool, the chunks or the kernel."""
 
-from functools import cache
 from itertools import combinations, product
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from reducer import kernels
-from reducer.wire.constants import DType, ReduceOp
 from tests.conftest import joined, local_pool
-from tests.integration.calls import reduced
+from tests.integration.calls import check_bits
+from torture.guarantee_oracle import FLOATS, TYPES
 
 WORLD_SIZES = range(1, 10)
 SIZES = (0, 1, 7, 1023, 65537, 10**6 + 1)  # elements
 REDUCERS = (1, 2, 3)
 CHUNKS = ("64KiB", "1MiB")
-NUMPY = {
-    dtype: np.dtype(ml_dtypes.bfloat16 if dtype is DType.BFLOAT16 else dtype.name.lower())
-    for dtype in DType
-    if not dtype.is_block  # no array's
-}
-CASES = tuple((dtype, op) for dtype, op in product(NUMPY, ReduceOp) if dtype.defines(op))
-SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 3e38)
-
-
-@cache
-def pattern(dtype):
-    """A long row of values of one type, from which every rank's input is cut."""
-    rng = np.random.default_rng(int(dtype))
-    count = max(SIZES) + 1000
-    if not dtype.is_floating:
-        info = np.iinfo(NUMPY[dtype])
-        return rng.integers(info.min, info.max, count, NUMPY[dtype], endpoint=True)
-    values = rng.standard_normal(count) * 10.0 ** rng.integers(-6, 6, count)
-    where = rng.integers(0, count, count // 50)
-    values[where] = rng.choice(SPECIAL, len(where))
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32).astype(NUMPY[dtype])
-
-
-def inputs(dtype, size, world_size):
-    return [pattern(dtype)[101 * rank :][:size].copy() for rank in range(world_size)]
-
-
-@cache
-def oracle(dtype, op, size, world_size):
-    given = inputs(dtype, size, world_size)
-    out = np.empty_like(given[0])
-    sources = [array.view(np.uint8) for array in given]
-    kernels.select("numpy").reduce(sources, out.view(np.uint8), dtype, op)
-    return out.tobytes()
+CASES = (
+    *product(FLOATS, ("sum", "mean", "min", "max", "product")),
+    *product(sorted(TYPES.keys() - set(FLOATS)), ("sum", "min", "max", "product")),
+)
 
 
 def clients(world_size, servers, chunk_bytes):
     job = f"bits-{world_size}-{chunk_bytes}"
     return joined(world_size, servers=servers, job=job, chunk_bytes=chunk_bytes)
-
-
-def check(members, dtype, op, size):
-    """One all-reduce of all ranks; each must end with exactly the oracle's bytes."""
-    given = inputs(dtype, size, len(members))
-    expected = oracle(dtype, op, size, len(members))
-    for rank, result in enumerate(reduced(members, given, op)):
-        assert result.tobytes() == expected, f"rank {rank} of {len(members)}: {dtype!r} {op!r}"
 
 
 def covering_array():
@@ -92,54 +50,39 @@ def test_any_two_values_meet_in_the_covering_array():
     assert met >= {pair for one, other in combinations(values, 2) for pair in product(one, other)}
 
 
-def test_every_rank_gets_the_oracles_bits_in_the_covering_array():
-    jobs = covering_array()
-    for reducers in REDUCERS:
-        with local_pool(reducers) as servers:
-            for _, world_size, chunk_bytes, calls in (job for job in jobs if job[0] == reducers):
-                with clients(world_size, servers, chunk_bytes) as members:
-                    for dtype, op, size in calls:
-                        check(members, dtype, op, size)
+def all_jobs():
+    """Reducers, ranks and chunks of all jobs, which each make all-reduces of every kind."""
+    calls = [(*case, size) for case, size in product(CASES, SIZES)]
+    return [(*job, calls) for job in product(REDUCERS, WORLD_SIZES, CHUNKS)]
 
 
-@pytest.mark.extended("test_every_rank_gets_the_oracles_bits_in_the")
-@pytest.mark.timeout(400)  # 11,664 all-reduces, some of them of 8 MB at 9 ranks
-def test_every_rank_gets_the_oracles_bits_in_all_cases():
-    done = 0
-    for reducers in REDUCERS:
-        with local_pool(reducers) as servers:
-            for world_size, chunk_bytes in product(WORLD_SIZES, CHUNKS):
-                with clients(world_size, servers, chunk_bytes) as members:
-                    for (dtype, op), size in product(CASES, SIZES):
-                        check(members, dtype, op, size)
-                        done += 1
-    assert done == len(CASES) * len(SIZES) * len(WORLD_SIZES) * len(REDUCERS) * len(CHUNKS) == 11664
+def one_job():
+    """Make all-reduces of every kind in one job."""
+    return [(2, 3, "64KiB", [(*case, size) for case, size in product(CASES, SIZES[:-1])])]
 
 
 FIRST, *OTHERS = kernels.variants()
-KERNELS_AND_LOOPS = [
-    (FIRST, "compiled"),
-    *(pytest.param(kernel, "compiled", marks=pytest.mark.extended) for kernel in OTHERS[:-1]),
-    *((kernel, "compiled") for kernel in OTHERS[-1:]),
-    (FIRST, "plain"),
-]
 
 
+@pytest.mark.timeout(400)  # 11,664 all-reduces, some of them of 8 MB at 9 ranks
 @pytest.mark.parametrize(
-    ("world_sizes", "sizes"),
+    ("jobs", "kernel", "impl"),
     [
-        pytest.param((3,), (0, 7, 1023, 65537), id="some"),
-        pytest.param((1, 3, 8), SIZES, id="every", marks=pytest.mark.extended),
+        (covering_array, FIRST, "compiled"),
+        (one_job, FIRST, "plain"),
+        *((one_job, kernel, "compiled") for kernel in OTHERS[-1:]),
+        *(
+            pytest.param(jobs, kernel, "compiled", marks=pytest.mark.extended)
+            for jobs, kernel in ((all_jobs, FIRST), *product([one_job], OTHERS[:-1]))
+        ),
     ],
 )
-@pytest.mark.parametrize(("kernel", "impl"), KERNELS_AND_LOOPS)
-def test_a_second_run_gives_the_same_bits_with_any_kernel_and_either_loop(
-    kernel, impl, world_sizes, sizes, monkeypatch
-):
-    """Each all-reduce of a test above has one right result."""
-    with local_pool(2, kernel=kernel) as servers:
-        monkeypatch.setenv("REDUCTION_IMPL", impl)
-        for world_size in world_sizes:
-            with clients(world_size, servers, "64KiB") as members:
-                for (dtype, op), size in product(CASES, sizes):
-                    check(members, dtype, op, size)
+def test_every_rank_gets_the_oracles_bits(jobs, kernel, impl, monkeypatch):
+    for reducers in REDUCERS:
+        if its := [job for job in jobs() if job[0] == reducers]:
+            with monkeypatch.context() as patch, local_pool(reducers, kernel=kernel) as servers:
+                patch.setenv("REDUCTION_IMPL", impl)  # of workers: not every loop has every kernel
+                for _, world_size, chunk_bytes, calls in its:
+                    with clients(world_size, servers, chunk_bytes) as members:
+                        for dtype, op, size in calls:
+                            check_bits(members, dtype, op, size)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from reducer.errors import LocalProtocolError, MismatchError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.messages import Straggler
 from tests.conftest import local_pool
-from tests.integration.calls import process_of
+from tests.integration.calls import Board, process_of
 from tests.interrupts import BoomError, boom_at
 from tests.waits import eventually
 from worker_client.client.compose import Composer
@@ -30,7 +31,6 @@ from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
-from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
 from worker_client.protocol.operation import Operation, refused
@@ -59,17 +59,6 @@ HEARTBEATS = Heartbeats(patience_s=4.0)  # all ranks are threads of this one pro
 numbers = itertools.count()
 
 
-class Board:
-    """Where the ranks of a node publish what the others read."""
-
-    def __init__(self):
-        self.values = {}
-
-    def read(self, key):
-        eventually(lambda: key in self.values)
-        return self.values[key]
-
-
 def composed(kind, rank, servers, board, number):
     place = arrange("0011", rank) if kind.startswith(("hier", "all")) else None
     job, size, me = f"kinds-{number}", RANKS, rank
@@ -79,20 +68,7 @@ def composed(kind, rank, servers, board, number):
     group = None
     if falls_back:
         prefix = dist.PrefixStore(job, STORE)
-        gloo = dist.ProcessGroupGloo(prefix, me, size, timedelta(seconds=20))
-        group = ProcessGroup(gloo)
-
-    def meet(topic):
-        assert place is not None
-
-        def share(name):
-            board.values[f"{number}/{topic}/{rank}"] = name
-
-        def read(other):
-            return board.read(f"{number}/{topic}/{other}")
-
-        return connect_node(place.peers, place.local_rank, share, read)
-
+        group = ProcessGroup(dist.ProcessGroupGloo(prefix, me, size, timedelta(seconds=20)))
     wire_dtype = DType.BLOCK8 if "blocks" in kind else None
     if "casting" in kind or kind.startswith("all"):
         wire_dtype = DType.BFLOAT16
@@ -102,7 +78,7 @@ def composed(kind, rank, servers, board, number):
         10.0,
         wire_dtype=wire_dtype,
         place=place,
-        meet=None if place is None else meet,
+        meet=place and partial(board.meet, ranks=place.peers, local_rank=place.local_rank),
     )
     spec = JobSpec(
         job,
@@ -178,14 +154,6 @@ def test_each_ends_once_with_the_sum(four):
     assert all(sum(communicator.counters) == 0 for communicator in four)
 
 
-def test_what_is_rounded_comes_back_whole(four):
-    given = [np.full(3_000_000, rank / 4, np.float32) for rank in range(RANKS)]
-    asked = begin(four, [Asked(values, rounded=True) for values in given])
-    await_ends(asked)
-    assert all((one.values == 1.5).all() for one in asked)  # exact in 16 bits
-    assert all(one.ends == [None] for one in asked)
-
-
 def in_blocks(four, count):
     """Sum whole numbers, exact in any order; every rank must have the oracle's bits."""
     rng = np.random.default_rng(count)
@@ -235,8 +203,7 @@ def test_who_waits_leads_until_it_is_done(four):
 
 
 def test_a_refusal_fails_the_call_everywhere_and_no_other(four):
-    why = refused(four[1].spec.rank, "not this one")
-    refusals = (None, why, None, None)
+    refusals = (None, refused(four[1].spec.rank, "not this one"), None, None)
     asked = [Asked(np.ones(4, np.float32), call=object(), refusal=one) for one in refusals]
     begin(four, asked)
     after = submit(four)
@@ -282,33 +249,29 @@ def test_stop_ends_what_is_open_and_refuses_the_rest(four):
     assert not late.ends
 
 
+def straggler_of(one):
+    """Return which rank it names where its reducers name rank 1 of theirs."""
+    found = []
+
+    def named():
+        for link in one.flat.session.links:  # until the next PING says that there is none
+            link.straggler = Straggler(1, "late", 0.5, 0.1)
+        found[:] = [one.straggler]
+        return found != [None]
+
+    eventually(named)
+    return found[0].rank
+
+
 def test_the_straggler_has_the_number_that_the_job_gives_it(four):
     for rank, one in enumerate(four):
-        nodes = one.flat.spec.world_size < RANKS
-
-        def named(one=one):
-            for link in one.flat.session.links:  # until the next PING says that there is none
-                link.straggler = Straggler(1, "late", 0.5, 0.1)
-            return -1 if one.straggler is None else one.straggler.rank
-
         # The second one of two nodes is, for each rank, its like of ranks 2 and 3.
-        eventually(lambda named=named: named() >= 0)
-        assert named() == (2 + rank % 2 if nodes else 1)
-
-
-def test_a_straggler_is_counted_without_lost_ranks(pool):
-    with four_of("elastic", pool) as four:
-        one = four[0]
-        assert isinstance(one, ElasticCommunicator)
+        nodes = one.flat.spec.world_size < RANKS
+        assert straggler_of(one) == (2 + rank % 2 if nodes else 1)
+    if isinstance(one, ElasticCommunicator):
         whole = one.membership
         one.membership = replace(whole, present=(0, 2, 3))
-
-        def named():
-            for link in one.flat.session.links:
-                link.straggler = Straggler(1, "late", 0.5, 0.1)
-            return -1 if one.straggler is None else one.straggler.rank
-
-        eventually(lambda: named() == 2)
+        assert straggler_of(one) == 2
         one.membership = whole
 
 

@@ -28,48 +28,24 @@ while True:
 """
 
 
-def interrupted_in():
-    """Seconds from Ctrl-C in the middle of a loop until every rank is gone."""
-    with ranks(environments(3), "-c", ENDLESS, talk=True) as job:
-        for rank in job:
-            assert rank.stdout.readline() == "started\n"
-        time.sleep(0.5)
-        start = time.monotonic()
-        for rank in job:
-            rank.send_signal(signal.SIGINT)
-        for rank in job:
-            rank.wait(20)
-        seconds = time.monotonic() - start
-        # On a busy machine one may hear that another has left before it hears its own signal.
-        said = [rank.err for rank in job]
-        assert any("KeyboardInterrupt" in text for text in said)
-        assert all("KeyboardInterrupt" in text or "RankLostError" in text for text in said), said
-        return seconds
-
-
 def test_ctrl_c_in_the_middle_ends_every_rank():
+    took = []
     # Most of it is the interpreter with torch in it; a busy machine can slow one try, not all.
-    assert any(interrupted_in() < 2 for _ in range(4))
-
-
-def test_a_rank_that_uses_a_pool_beside_ranks_that_host_reducers():
-    code = """
-import torch.distributed as dist, worker_client
-from reducer.errors import MismatchError
-from tests.ranks import write_result
-dist.init_process_group("gloo")
-try:
-    worker_client.init()
-except MismatchError as error:
-    write_result([error.field, str(error)])
-dist.barrier()
-"""
-    hosts, uses = environments(2)
-    with ranks([hosts, {**uses, "REDUCTION_SERVERS": "127.0.0.1:1"}], "-c", code) as job:
-        for field, message in job.results(30):  # less than they would wait for each other
-            assert field == "REDUCTION_SERVERS"
-            assert "rank 0 says one in every rank" in message
-            assert "rank 1 says the pool 127.0.0.1:1" in message
+    while not took or (took[-1] > 2 and len(took) < 4):
+        with ranks(environments(3), "-c", ENDLESS, talk=True) as job:
+            assert [rank.stdout.readline() for rank in job] == ["started\n"] * 3
+            time.sleep(0.5)
+            start = time.monotonic()
+            for rank in job:
+                rank.send_signal(signal.SIGINT)
+            for rank in job:
+                rank.wait(20)
+            took.append(time.monotonic() - start)
+            # On a busy machine one may hear that another has left before it hears its own signal.
+            said = [rank.err for rank in job]
+            assert any("KeyboardInterrupt" in text for text in said)
+            assert all("KeyboardInterrupt" in one or "RankLostError" in one for one in said), said
+    assert took[-1] < 2
 
 
 BUSY = """

@@ -1,7 +1,6 @@
 """A forked child keeps no connection of its parent, so that others hear of the parent's death."""
 
 import os
-import queue
 import signal
 import socket
 import sys
@@ -9,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import psutil
@@ -16,10 +16,10 @@ import pytest
 
 from reducer.errors import LocalProtocolError, RankLostError
 from tests.conftest import joined, local_pool, reducer_here
+from tests.integration.calls import Board
 from tests.ranks import environments, ranks
 from tests.waits import eventually
 from worker_client.client import client as client_module
-from worker_client.communicators.node_sockets import connect_node
 from worker_client.runtime import service_thread
 from worker_client.staging.host_buffer import host_buffer
 
@@ -78,27 +78,22 @@ def test_a_forked_child_closes_its_copies_and_no_other_socket(monkeypatch, impl,
         made = 2 * threads * (streams if impl == "compiled" else 1)
         eventually(lambda: connections(ports) == made)
         ours, theirs = socket.socketpair()
-        reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            ours.sendall(b"alive")  # in spite of the rest
             try:
                 clients[0].all_reduce(np.ones(4), "sum")
             except LocalProtocolError as error:
-                os.write(writer, f"{connections(ports)}, {error}".encode())
+                ours.sendall(f"{connections(ports)}, {error}".encode())
             clients[0].shutdown()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        found, _, said = os.read(reader, 500).decode().partition(", ")
+        theirs.settimeout(5)
+        with ours, theirs:
+            found, _, said = theirs.recv(500).decode().partition(", ")
         assert found == "0"
         assert "forked child" in said
-        assert theirs.recv(5) == b"alive"
         works = [client.all_reduce(np.ones(1000), "sum") for client in clients]
         assert all((work.wait(5) == 2).all() for work in works), "the parent has its own"
-        for descriptor in (reader, writer):
-            os.close(descriptor)
-        ours.close()
-        theirs.close()
 
 
 @contextmanager
@@ -116,11 +111,10 @@ def forked_child():
     os.waitpid(child, 0)
 
 
-class Owner:
-    """Of sockets that a forked child is not to keep."""
-
-
 def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_others():
+    class Owner:
+        """Of sockets that a forked child is not to keep."""
+
     def fails(_):
         raise RuntimeError("in the middle of a change")
 
@@ -128,28 +122,18 @@ def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_other
     here, there = socket.socketpair()
     closed = socket.socket()
     closed.close()
-    for owner, its in zip(
-        owners, (fails, lambda _: [closed.fileno(), here.fileno()], fails), strict=True
-    ):
+    holds = lambda _: [closed.fileno(), here.fileno()]  # noqa: E731
+    for owner, its in zip(owners, (fails, holds, fails), strict=True):
         service_thread.close_in_child(owner, its)
-    with forked_child():
+    with forked_child(), there:
         here.close()
         there.settimeout(5)
         assert there.recv(1) == b"", "the child has a copy"
-        there.close()
 
 
 def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node():
-    names = {rank: queue.Queue() for rank in range(2)}
     with ThreadPoolExecutor(2) as pool:
-        both = list(
-            pool.map(
-                lambda rank: connect_node(
-                    (0, 1), rank, names[rank].put, lambda other: names[other].get(timeout=20)
-                ),
-                range(2),
-            )
-        )
+        both = list(pool.map(partial(Board().meet, "", (0, 1)), range(2)))
     with forked_child():
         both[1].close()  # as its process would by ending
         message = [memoryview(bytearray(1))] * 2

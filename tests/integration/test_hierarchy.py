@@ -1,104 +1,58 @@
 """Ranks of a node reduce among themselves first: real sockets, real reducers, several nodes."""
 
 import itertools
-import threading
+import socket
 import time
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from reducer.errors import (
     ConfigError,
-    LocalProtocolError,
     MismatchError,
     RankLostError,
     ReductionTimeout,
 )
 from reducer.wire.constants import DType
-from tests import inside
-from tests.integration.calls import errors_of, reduced
-from tests.waits import within_s
+from tests.conftest import reducer_here
+from tests.integration.calls import Board, check_bits, errors_of, ones, reduced
+from tests.waits import eventually, within_s
+from torture.guarantee_oracle import FLOATS, TYPES
 from worker_client.client.compose import Composer
 from worker_client.communicators import hierarchical
-from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
 
-STEPS = {
-    "sum": np.add,
-    "mean": np.add,
-    # NumPy does not say which zero its own minimum and maximum return; ours is the earlier rank's.
-    "min": lambda earlier, later: np.where((later < earlier) | np.isnan(later), later, earlier),
-    "max": lambda earlier, later: np.where((later > earlier) | np.isnan(later), later, earlier),
-    "product": np.multiply,
-}
-DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64", "uint8"]
 numbers = itertools.count()
 
 
-class Board:
-    """Where ranks publish what others read, as in a process group's store."""
-
-    def __init__(self):
-        self._values = {}
-        self._news = threading.Condition()
-
-    def share(self, rank, value):
-        with self._news:
-            self._values[rank] = value
-            self._news.notify_all()
-
-    def read(self, rank):
-        with self._news:
-            assert self._news.wait_for(lambda: rank in self._values, 10.0)
-            return self._values[rank]
-
-
-def joining(nodes, local, servers, timeout_s=20.0, wire_dtype=None):
-    """What makes the client of a rank; it waits for the others of its node."""
+@contextmanager
+def ranks_on(nodes, local, servers, wire_dtype=None):
+    """All ranks of a job as clients in this process."""
     keys = [str(rank // local) for rank in range(nodes * local)]
-    boards, number = defaultdict(Board), next(numbers)
+    number, board = next(numbers), Board()
 
     def join(rank):
         place = arrange(keys, rank)
-        assert place is not None
         job = f"hierarchy-{number}-{place.local_rank}"
         patient = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
         spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0, heartbeats=patient)
-
-        def meet(topic):
-            board = boards[topic]
-            return connect_node(
-                place.peers, place.local_rank, lambda name: board.share(rank, name), board.read
-            )
-
         composer = Composer(
             implementation.select(None),
-            timeout_s,
+            20.0,
             10.0,
             wire_dtype=wire_dtype,
             place=place,
-            meet=meet,
+            meet=lambda topic: board.meet(topic, place.peers, place.local_rank),
         )
         return composer.client(spec)
 
-    return join
-
-
-@contextmanager
-def ranks_on(nodes, local, servers, **arguments):
-    """All ranks of a job as clients in this process."""
     with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
-        clients = list(pool.map(joining(nodes, local, servers, **arguments), range(nodes * local)))
-        for client in clients:
-            stack.enter_context(client)
-        yield clients
+        yield [stack.enter_context(client) for client in list(pool.map(join, range(nodes * local)))]
 
 
 @pytest.fixture(scope="module")
@@ -108,47 +62,17 @@ def six(servers):
         yield clients
 
 
-def contributions(dtype, count, ranks):
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    sources = [np.random.default_rng([count, rank]) for rank in range(ranks)]
-    if "int" in dtype:
-        return [source.integers(0, 100, count).astype(kind) for source in sources]
-    return [(source.standard_normal(count) * 3 + 0.1).astype(kind) for source in sources]
-
-
-def expected(rows, op, local):
-    """Fold in local-rank order, then in node order; round once."""
-    kind = rows[0].dtype
-    wide = [row.astype(np.float32) if kind.itemsize == 2 else row for row in rows]
-    with np.errstate(all="ignore"):
-        sums = []
-        for first in range(0, len(rows), local):
-            folded = wide[first].copy()
-            for row in wide[first + 1 : first + local]:
-                folded = STEPS[op](folded, row)
-            sums.append(folded)
-        total = sums[0]
-        for one in sums[1:]:
-            total = STEPS[op](total, one)
-        if op == "mean":
-            total = total / total.dtype.type(len(rows))
-        return total.astype(kind)
-
-
-def check(clients, dtype, op, count):
-    rows = contributions(dtype, count, len(clients))
-    want = expected(rows, op, len(inside.communicator(clients[0]).place.peers))
-    for result in reduced(clients, rows, op):
-        assert result.tobytes() == want.tobytes()
+def check(six, dtype="float32", op="mean", count=100):
+    check_bits(six, dtype, op, count, nodes=2)
 
 
 failures = partial(errors_of, within_s=20.0)
 
 
-@pytest.mark.parametrize("op", STEPS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "product"])
+@pytest.mark.parametrize("dtype", TYPES)
 def test_every_rank_has_the_bits_of_the_stated_order(six, dtype, op):
-    if op == "mean" and "int" in dtype:
+    if op == "mean" and dtype not in FLOATS:
         for client in six:
             with pytest.raises(ConfigError, match="the mean of"):
                 client.all_reduce(np.zeros(3, dtype), op)
@@ -157,117 +81,48 @@ def test_every_rank_has_the_bits_of_the_stated_order(six, dtype, op):
         check(six, dtype, op, count)
 
 
-@pytest.mark.parametrize("op", ["min", "max"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-def test_of_two_zeros_the_earlier_ranks_stays(six, dtype, op):
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    signs = list(itertools.product([0.0, -0.0], repeat=len(six)))
-    patterns = np.array(signs * 3, kind)  # as many as vectors have, and some more
-    rows = [patterns[:, rank].copy() for rank in range(len(six))]
-    for result in reduced(six, rows, op):
-        assert result.tobytes() == patterns[:, 0].tobytes()
-
-
 def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers):
-    with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
-        for count, rounded in ((4096, True), (4095, False)):
-            rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
-            for result in reduced(clients, rows, "max"):
-                assert set(result.tolist()) == {1.0 if rounded else 1 + 2.0**-12}
-
-
-def test_a_mean_of_16_bits_is_no_larger_than_what_it_is_of(servers):
     with ranks_on(2, 2, servers, wire_dtype=DType.FLOAT16) as clients:
+        for count, mean in ((4096, 1.0), (4095, 1 + 2.0**-12)):
+            rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
+            assert all(set(result) == {mean} for result in reduced(clients, rows))
         rows = [np.full(4096, 40_000, np.float32) for _ in clients]  # of which two are too many
-        for result in reduced(clients, rows, "mean"):
-            assert set(result.tolist()) == {40_000.0}
+        assert all(set(result) == {40_000} for result in reduced(clients, rows))
 
 
-def test_ranks_are_those_of_the_whole_job(six):
-    assert [client.rank for client in six] == list(range(6))
-    assert {client.world_size for client in six} == {6}
-    assert six[4].present == tuple(range(6))
-    assert inside.communicator(six[4]).place.across == (1, 4)
-
-
-def test_a_node_sends_each_buffer_once(six, monkeypatch):
-    sent = [0] * len(six)
-
-    def count(rank, submit, operation):
-        sent[rank] += operation.view.nbytes
-        submit(operation)
-
-    for rank, client in enumerate(six):
-        driver = inside.communicator(client).flat
-        monkeypatch.setattr(driver, "submit", partial(count, rank, driver.submit))
-    before = [client.bytes_reduced for client in six]
-    check(six, "float32", "mean", 30_000)
-    assert sum(sent[:3]) == sum(sent[3:]) == 4 * 30_000
-    assert [client.bytes_reduced - then for client, then in zip(six, before, strict=True)] == [
-        4 * 30_000
-    ] * 6
+def test_a_node_sends_each_buffer_once():
+    with reducer_here() as server, ranks_on(2, 3, [server.address]) as clients:
+        check(clients, count=30_000)
+        nbytes = 4 * 30_000
+        eventually(lambda: server.counters.bytes_in >= 2 * nbytes)
+        assert server.counters.bytes_in == pytest.approx(2 * nbytes, rel=0.02)
+        assert [client.bytes_reduced for client in clients] == [nbytes] * 6
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_large_buffers_go_in_pieces(six, monkeypatch, dtype):
     monkeypatch.setattr(hierarchical, "PIECE_BYTES", 4096)
     for count in (1023, 1024, 1025, 50_001):
-        check(six, dtype, "mean", count)
+        check(six, dtype, count=count)
 
 
-def test_nan_and_infinity_pass_and_overflow_is_silent(six):
-    for dtype in ("float32", "float16", ml_dtypes.bfloat16):
-        rows = [np.zeros(4, dtype) for _ in six]
-        rows[1][0], rows[4][1] = np.nan, np.inf
-        for row in rows:
-            row[2] = 3e4 if dtype == "float16" else 3e38
-        results = reduced(six, rows, "sum")
-        assert len({result.tobytes() for result in results}) == 1
-        assert np.isnan(results[0][0])
-        assert np.isposinf(results[0][1:3].astype(np.float32)).all()
-
-
-def test_many_in_flight_of_any_size_and_strided(six):
-    counts = [1, 100_000, 7, 65_536, 0, 3]
-
-    def go(client):
-        arrays = [np.full((count, 2), client.rank, np.float64)[:, 1] for count in counts]
-        for work in [client.all_reduce(array, "sum", name=f"{len(array)}") for array in arrays]:
-            work.wait(20)
-        return arrays
-
-    with ThreadPoolExecutor(6) as pool:
-        for arrays in pool.map(go, six):
-            assert all((array == 15).all() for array in arrays)
-
-
-@pytest.mark.parametrize(
-    ("wire_dtype", "bound"),
-    [(None, 1e-6), (DType.BFLOAT16, 2**-7), (DType.BLOCK8, 3.1 / 254), (DType.BLOCK8_E4M3, 0.2)],
-    ids=["float32", "bfloat16", "block8", "block8_e4m3"],
-)
-def test_a_weighted_mean(servers, wire_dtype, bound):
+@pytest.mark.parametrize("wire_dtype", [None, DType.BFLOAT16])
+def test_a_weighted_mean(servers, wire_dtype):
     with ranks_on(2, 2, servers, wire_dtype=wire_dtype) as clients:
-        weights = [1.0, 0.0, 2.5, 4.0]
-        given = contributions("float32", 5000, 4)
-        given[1][:] = np.nan  # of a rank that has nothing to say
-        scaled = np.stack([np.nan_to_num(row) for row in given]) * np.array(weights)[:, None]
-        want = scaled.sum(axis=0) / sum(weights)
-        results = reduced(clients, given, weight=weights)
-        assert len({result.tobytes() for result in results}) == 1
-        assert np.abs(results[0] - want).max() <= bound * np.abs(scaled).max()
+        how = {"nodes": 2, "wire_dtype": "bf16" if wire_dtype else ""}
+        check_bits(clients, "float32", "mean", 5000, weights=(1.0, 0.0, 2.5, 4.0), **how)
         some = [client.all_reduce(np.ones(9), weight=client.rank or None) for client in clients]
         assert all(isinstance(error, MismatchError) for error in errors_of(some))
         if wire_dtype is not None:
-            some = [c.all_reduce(given[2].copy(), exact=c.rank % 2 == 0) for c in clients]
+            some = [c.all_reduce(ones(5000), exact=c.rank % 2 == 0) for c in clients]
             assert {error.field for error in errors_of(some)} == {"exact"}
-        check(clients, "float64", "mean", 100)
+        check(clients, "float64")
 
 
 def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers):
     with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
         count, calls = 8192, 64
-        values = [row.astype(np.float32) for row in contributions("float32", count, 4)]
+        values = np.random.default_rng(0).standard_normal((4, count), np.float32)
         residuals = [np.zeros(count, np.float32) for _ in clients]
         total = np.zeros(count)
         for _ in range(calls):
@@ -284,24 +139,17 @@ def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers):
 
 
 def test_what_fails_between_nodes_fails_everywhere_and_the_next_one_works(six):
-    def each(count):
-        return [client.all_reduce(np.zeros(count(client.rank))) for client in six]
-
-    for error in failures(each(lambda rank: 12 if rank < 3 else 24)):
+    works = [client.all_reduce(np.zeros(12 if client.rank < 3 else 24)) for client in six]
+    for error in failures(works):
         assert isinstance(error, MismatchError)
         assert (error.rank, error.other_rank) in {(0, 3), (3, 0)}
         assert "between nodes" in str(error)
-    check(six, "float32", "mean", 100)
-
-
-def test_a_node_that_comes_too_late_is_named(six):
     works = [client.all_reduce(np.zeros(6), timeout="500ms") for client in six[:3]]
     for error in failures(works):
         assert isinstance(error, ReductionTimeout)
         assert error.missing == (3,)  # of the first part's job; the other two miss 4 and 5
-    for error in failures([client.all_reduce(np.zeros(6), timeout="500ms") for client in six[3:]]):
-        assert isinstance(error, ReductionTimeout)
-    check(six, "float32", "mean", 100)
+    failures([client.all_reduce(np.zeros(6), timeout="500ms") for client in six[3:]])
+    check(six)
 
 
 def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(six):
@@ -319,102 +167,12 @@ def test_ranks_of_a_node_that_disagree_are_named_and_the_next_call_works(six):
         assert isinstance(error, MismatchError)
         assert error.field == "call"
         assert "within a node: ranks disagree" in str(error)
-    check(six, "float32", "mean", 100)
-
-
-def test_a_call_that_one_rank_is_refused_fails_everywhere_and_the_next_one_works(six):
-    works = [client.all_reduce(np.zeros(4), "sum") for client in six if client.rank != 4]
-    with pytest.raises(ConfigError, match="complex64"):
-        six[4].all_reduce(np.zeros(4, np.complex64), "sum")
-    for error in failures(works):
-        assert isinstance(error, MismatchError)
-        assert (error.field, "complex64" in str(error)) == ("call", True)
-    check(six, "float32", "mean", 100)
-
-
-def test_a_rank_that_comes_too_late_is_named_to_its_node(servers):
-    with ranks_on(2, 2, servers, timeout_s=0.5) as clients:
-        works = [client.all_reduce(np.zeros(4)) for client in clients if client.rank != 1]
-        first, *far = failures(works)
-        assert isinstance(first, ReductionTimeout)
-        assert first.missing == (1,)
-        assert all(isinstance(error, ReductionTimeout | RankLostError) for error in far)
-
-
-def named(client, name, timeout_s):
-    return client.all_reduce(np.ones(4), "sum", name=name, timeout=timeout_s)
-
-
-def test_a_named_call_has_its_deadline_while_its_node_meets(servers):
-    with ExitStack() as stack:
-        join = joining(2, 2, servers)
-        with ThreadPoolExecutor(4) as pool:
-            clients = list(pool.map(join, range(4)))
-        for client in clients:
-            stack.enter_context(client)
-        begin = time.monotonic()
-        early = [named(client, "x", 2.0) for client in clients if client.rank != 1]
-        for work in early:
-            with pytest.raises(ReductionTimeout, match="not submitted by"):
-                work.wait(20)
-        assert 2.0 <= time.monotonic() - begin < 10.0
-        with pytest.raises(ReductionTimeout, match="waits no longer"):
-            named(clients[1], "x", 20.0).wait(20)
-        for work in [named(client, "y", 20.0) for client in clients]:
-            assert (work.wait(20) == 4).all()
-
-
-def test_a_rank_that_leaves_is_named_by_everybody(servers):
-    with ranks_on(2, 3, servers) as clients:
-        works = [client.all_reduce(np.zeros(9)) for client in clients if client.rank != 4]
-        start = time.monotonic()
-        clients[4].shutdown()
-        for error in failures(works):
-            assert isinstance(error, RankLostError)
-            assert error.rank == 4
-        within_s(10.0, start)
-
-
-def test_a_shut_down_client_ends_what_is_open(servers):
-    with ranks_on(2, 2, servers) as clients:
-        works = [client.all_reduce(np.zeros(4)) for client in clients[:2]]
-        clients[0].shutdown()
-        clients[0].shutdown()
-        with pytest.raises(LocalProtocolError, match="was shut down"):
-            works[0].wait(5)
-        with pytest.raises(RankLostError):
-            works[1].wait(5)
-        with pytest.raises(LocalProtocolError, match="was shut down"):
-            clients[0].all_reduce(np.zeros(4))
-
-
-def test_nobody_waits_in_a_callback(six):
-    said = []
-
-    def callback(_):
-        with pytest.raises(LocalProtocolError, match="for ever") as caught:
-            second.wait(5)
-        said.append(caught.value)
-
-    first, second = (six[0].all_reduce(np.zeros(4)) for _ in range(2))
-    first.future().add_done_callback(callback)
-    works = [client.all_reduce(np.zeros(4)) for client in six[1:]]
-    for work in (first, *works):
-        work.wait(20)
-    # The second one cannot have ended before the callback, as the others come only now.
-    works = [client.all_reduce(np.zeros(4)) for client in six[1:]]
-    for work in (second, *works):
-        work.wait(20)
-    assert len(said) == 1
+    check(six)
 
 
 def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes):
-    board = Board()
     with ThreadPoolExecutor(2) as pool:
-        left, gone = pool.map(
-            lambda at: connect_node((0, 1), at, lambda name: board.share(at, name), board.read),
-            range(2),
-        )
+        left, gone = pool.map(partial(Board().meet, "", (0, 1)), range(2))
     gone.close()
     nothing = memoryview(b"")
     with pytest.raises(RankLostError):
@@ -424,21 +182,19 @@ def test_what_is_sent_to_a_rank_that_has_ended_raises_no_sigpipe(broken_pipes):
     assert broken_pipes == []
 
 
+class Disturbed(Board):
+    """Where something else connects to the first rank before the other one does."""
+
+    def __setitem__(self, key, name):
+        if key == ("", 0):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(f"\0{name}")
+        super().__setitem__(key, name)
+
+
 def test_a_stranger_at_the_door_is_sent_away():
-    """Something else connects first; the ranks of the node find each other all the same."""
-    import socket  # noqa: PLC0415
-
-    board = Board()
-
-    def disturb(name):
-        with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(f"\0{name}")
-        board.share(0, name)
-
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(connect_node, (0, 1), 0, disturb, board.read)
-        second = pool.submit(connect_node, (0, 1), 1, lambda name: board.share(1, name), board.read)
-        nodes = [first.result(10), second.result(10)]
+        nodes = list(pool.map(partial(Disturbed().meet, "", (0, 1)), range(2)))
         until = time.monotonic() + 5
         both = [pool.submit(one.agree, 0, b"%d" % one.local_rank, until) for one in nodes]
         assert [one.result() for one in both] == [[b"0", b"1"]] * 2

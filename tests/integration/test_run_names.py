@@ -49,17 +49,17 @@ def tell(monkeypatch, variables):
 @pytest.mark.parametrize(
     "told",
     [
-        {**PLACE, **TWO},
+        {"RANK": "0", "WORLD_SIZE": "2"},
         {**PLACE, **TWO, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "False"},
         {"TF_CONFIG": json.dumps(TASK)},
     ],
-    ids=["env", "torchrun that does not listen", "TF_CONFIG"],
+    ids=["no place", "torchrun that does not listen", "TF_CONFIG"],
 )
 def test_a_place_where_nobody_listens_is_no_name(no_settings, monkeypatch, told):
     """Rank 0 of one run and rank 1 of another could come first, and nothing would tell."""
     tell(monkeypatch, told)
-    with local_pool(1) as servers, pytest.raises(ConfigError, match="set REDUCTION_JOB=NAME"):
-        connect(servers=servers)
+    with pytest.raises(ConfigError, match="set REDUCTION_JOB=NAME"):
+        connect(servers=("127.0.0.1:1",))
 
 
 def listen(address, port=0):
@@ -87,10 +87,6 @@ def test_a_store_that_cannot_be_reached_is_said(no_settings, monkeypatch):
     tell(monkeypatch, {**PLACE, **TWO, **HELD, "MASTER_PORT": str(port)})
     with pytest.raises(MembershipError, match=r"cannot be reached: .*refused.* set REDUCTION_JOB"):
         connect(servers=("127.0.0.1:1",))
-    told = {"REDUCTION_JOB": "mine", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    tell(monkeypatch, told)
-    with local_pool(1) as servers, connect(servers=servers) as client:
-        assert client.all_reduce(np.ones(3), "sum").wait(5)[0] == 1.0
 
 
 def test_a_listener_that_is_no_store_holds_nobody_up(no_settings, monkeypatch):
@@ -118,11 +114,10 @@ ELSEWHERE = {
 @pytest.mark.parametrize(
     ("told", "other"),
     [
-        (NAMED, {"MASTER_PORT": "2", "RANK": "1"}),
         (NAMED, {"TORCHELASTIC_RESTART_COUNT": "1", "RANK": "1"}),
         (AT_A_TASK, {"TF_CONFIG": json.dumps(ELSEWHERE)}),
     ],
-    ids=["another port", "another start", "other tasks"],
+    ids=["another start", "other tasks"],
 )
 def test_runs_of_one_name_are_told_apart(no_settings, monkeypatch, told, other):
     tell(monkeypatch, told)
@@ -179,17 +174,6 @@ def runs_beside(path, others, told):
     return done.stdout.splitlines()
 
 
-# -- ranks of another run, or with other settings ---------------------------------------------
-
-
-def test_a_run_without_a_name_is_told_to_take_one(no_settings, impl):
-    with (
-        local_pool(1) as servers,
-        pytest.raises(ConfigError, match="REDUCTION_JOB=NAME, the same at every rank"),
-    ):
-        connect(rank=0, world_size=2, servers=servers)
-
-
 def test_a_job_of_one_needs_no_name(no_settings, impl):
     with local_pool(1) as servers:
         for _ in range(2):
@@ -218,31 +202,16 @@ def test_the_process_of_an_earlier_run_is_not_met(impl):
             all_reduce(both)
 
 
-def test_an_earlier_run_that_ends_soon_is_waited_for(impl):
-    with local_pool(1) as servers, ThreadPoolExecutor(2) as pool:
-        common = {"world_size": 2, "servers": servers, "job": "again"}
-        old = connect(rank=1, **common)
-        connect(rank=0, **common).shutdown()
-        joining = pool.submit(connect, rank=0, **common)
-        time.sleep(0.5)
-        assert not joining.done()
-        old.shutdown()
-        with joining.result(5) as zero, connect(rank=1, **common) as one:
-            all_reduce([zero, one])
-
-
 @pytest.mark.usefixtures("impl")
 @pytest.mark.extended_cases(
     "compiled-wire_dtype-values1",
-    "compiled-wire_dtype-values2",
     "compiled-fusion_threshold",
-    "compiled-servers-values6",
+    "compiled-servers-values5",
 )
 @pytest.mark.parametrize(
     ("variable", "values", "said"),
     [
         ("wire_dtype", ("none", "bf16"), ("none", "bf16")),
-        ("wire_dtype", ("bf16", "fp16"), ("bf16", "fp16")),
         ("wire_dtype", ("int8", "bf16"), ("int8", "bf16")),
         ("chunk_bytes", ("256KiB", "64KiB"), ("262144", "65536")),
         ("fusion_threshold", ("2MiB", "1MiB"), ("2097152", "1048576")),
@@ -272,14 +241,3 @@ def test_ranks_of_other_settings_learn_it_at_once(variable, values, said):
             assert {error.rank, error.other_rank} == {0, 1}
             assert variable != "wire_dtype" or error.field == "REDUCTION_WIRE_DTYPE"
         within_s(5.0, begun)
-
-
-@pytest.mark.parametrize(("field", "value"), [("chunk_bytes", "64KiB"), ("world_size", 3)])
-def test_settings_must_agree(servers, field, value):
-    common = {"servers": servers, "job": f"settings-{field}", "world_size": 2}
-    with (
-        connect(rank=0, **common),
-        pytest.raises(MismatchError, match="rank 0 says") as error,
-    ):
-        connect(rank=1, **{**common, field: value})
-    assert (error.value.field, error.value.rank, error.value.other_rank) == (field, 0, 1)

@@ -1,6 +1,5 @@
 """Where reducers are: several threads of one, one in the worker's own process, and both kinds."""
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -8,11 +7,17 @@ import numpy as np
 import pytest
 
 from harness import block8_oracle
-from reducer.errors import LocalProtocolError, RankLostError, ReducerLostError, ReductionError
+from reducer.errors import (
+    ConfigError,
+    LocalProtocolError,
+    RankLostError,
+    ReducerLostError,
+    ReductionError,
+)
 from reducer.runtime import implementation
 from reducer.wire.constants import DType
 from tests.conftest import joined, reducer_here
-from tests.integration.calls import reduced
+from tests.integration.calls import check_bits, reduced
 from tests.waits import eventually
 from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
@@ -21,15 +26,11 @@ from worker_client.runtime import implementation as workers
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
 
 
-def check_bits(clients, count, step=0, *, blocks=False):
-    rows = [np.random.default_rng([step, client.rank]).standard_normal(count) for client in clients]
+def check_blocks(clients, count):
+    rows = [np.random.default_rng(client.rank).standard_normal(count) for client in clients]
     rows = [row.astype(np.float32) for row in rows]
-    if blocks:
-        expected = block8_oracle.reduced(rows, mean=True)
-    else:
-        expected = sum(rows[1:], rows[0]) / np.float32(len(rows))  # in the order of ranks
-    for result in reduced(clients, rows):
-        assert result.tobytes() == expected.tobytes()
+    expected = block8_oracle.reduced(rows, mean=True)
+    assert all(result.tobytes() == expected.tobytes() for result in reduced(clients, rows))
 
 
 def until_received(reducers, nbytes):
@@ -49,7 +50,7 @@ def test_every_thread_of_a_reducer_has_a_share(impl, monkeypatch):
         assert [client.lanes for client in clients] == [[3, 1]] * 3
         for step in range(3):
             for count in SIZES:
-                check_bits(clients, count, step)
+                check_bits(clients, "float32", "mean", count, step=step)
         total = 4 * sum(SIZES) * 3
         until_received([three, one], 3 * total)
         # Of large buffers both reducers own one half, whatever the number of their threads.
@@ -58,19 +59,13 @@ def test_every_thread_of_a_reducer_has_a_share(impl, monkeypatch):
 
 
 def test_threads_listen_one_port_after_the_other():
-    port = free_ports(3)
-    with reducer_here(bind=f"tcp://127.0.0.1:{port}", threads=3) as started:
-        assert list(started.lanes) == [f"127.0.0.1:{port + lane}" for lane in range(3)]
-
-
-def free_ports(count):
-    """The first of some ports in a row that nobody has, below those that connections are given."""
-    for first in range(21_000, 30_000, count):
-        with ExitStack() as stack, suppress(OSError):
-            for port in range(first, first + count):
-                probe = stack.enter_context(socket.socket())
-                probe.bind(("127.0.0.1", port))
-            return first
+    for first in range(21_000, 30_000, 3):  # below those that connections are given
+        with (
+            suppress(ConfigError),
+            reducer_here(bind=f"tcp://127.0.0.1:{first}", threads=3) as started,
+        ):
+            assert list(started.lanes) == [f"127.0.0.1:{first + lane}" for lane in range(3)]
+            return
     raise AssertionError("no free ports")
 
 
@@ -100,7 +95,10 @@ def test_a_reducer_in_the_same_process(impl, threads, wire_dtype):
         servers = [stack.enter_context(reducer_here(impl=impl, threads=threads)) for _ in range(3)]
         with beside(servers, impl, wire_dtype) as clients:
             for count in SIZES[4:] if wire_dtype else SIZES:
-                check_bits(clients, count, blocks=bool(wire_dtype))
+                if wire_dtype:
+                    check_blocks(clients, count)
+                else:
+                    check_bits(clients, "float32", "mean", count)
 
 
 def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket():

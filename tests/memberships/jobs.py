@@ -104,8 +104,6 @@ class Member:
         if self._stopped:
             raise LocalProtocolError("this client was shut down")
 
-    # -- what happens -----------------------------------------------------------------------------
-
     def _contribute(self, number, operation):
         asked, given = self._job.asked[number], self._job.given[number]
         asked[self.spec.rank], given[self.spec.rank] = operation, bytes(operation.view)

@@ -105,21 +105,3 @@ def test_a_rank_that_did_not_leave_an_earlier_averaging_says_anew_what_it_brings
     action = participant(2, steps=1).look(register, 0.0)
     assert isinstance(action, Propose)
     assert action.register.arrived == {2: Arrival(1, 30.0)}
-
-
-def test_the_last_averaging_waits_for_all_and_leaves_out_those_that_train_on():
-    trains = participant(0)
-    action = trains.look(Register(steps=0), 0.0)
-    assert isinstance(action, Propose)
-    assert trains.look(action.register, 0.0) == Wait()
-    ends = [participant(rank, last=True) for rank in (1, 2)]
-    register = action.register
-    for one in ends:
-        action = one.look(register, 0.0)
-        assert isinstance(action, Propose)
-        register = action.register
-    assert sorted(register.arrived) == [1, 2]
-    assert trains.look(register, 0.0) == End(Outcome.LEFT_OUT)
-    assert [one.look(register, 1.0) for one in ends] == [Wait()] * 2
-    assert [one.look(register, 20.9) for one in ends] == [Wait()] * 2
-    assert isinstance(ends[0].look(register, 21.0), Propose)

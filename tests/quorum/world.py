@@ -251,8 +251,6 @@ class Rank:
             return
         request(self._resume)
 
-    # -- what its process waits for ---------------------------------------------------------------
-
     def _sleep(self, seconds):
         return lambda resume: self._world.at(
             self._world.clock.now + seconds, self, lambda: resume(None)
@@ -269,8 +267,6 @@ class Rank:
             self._world.later(0.01, None, arrive)
 
         return ask
-
-    # -- its program ----------------------------------------------------------------------------
 
     def _train(self):
         world = self._world

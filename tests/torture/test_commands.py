@@ -16,6 +16,8 @@ pytestmark = pytest.mark.extended("tests/torture/test_guarantee.py::test_gradien
     [
         ("rolling --reducers 2 --paces 50 --gaps 1", r" TERM (?s:.*) KILL +\d+ +0 +0 +yes\n"),
         ("chaos --kills 3 --workers 2 --reducers 2", r"steps lost +0\nweights identical +yes\n"),
+        ("rank_loss --tries 2 --jobs 2", r"2 tries: .* misnamed 0"),
+        ("rank_loss --tries 1 --embedded", r"1 tries: .* misnamed 0"),
     ],
 )
 def test_a_command_finds_nothing_wrong(command, said):
