@@ -118,7 +118,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (_modules("wire_rule casting weighted cast*"), (f"{JOBS}wire_dtype.py",)),
     ("worker_client/staging/cast*", ("tests/kernels",)),
-    ("worker_client/staging/*", (f"{JOBS}staged_ddp.py",)),
+    ("worker_client/staging/*", (f"{JOBS}wire_ddp.py",)),
     (_modules("hosting"), (f"{JOBS}faults.py",)),
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (

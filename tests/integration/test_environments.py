@@ -10,17 +10,22 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import NamedTuple
 from urllib.request import urlopen
 
+import numpy as np
+import psutil
 import pytest
 
 from reducer.errors import CapacityError
 from tests.commands import run_command, serving
 from tests.conftest import joined, local_pool, reducer_here
-from tests.integration.calls import all_reduce
+from tests.integration.calls import all_reduce, reduced
 from tests.ranks import ONE_THREAD, ROOT, environments, ranks
+from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
 # One of two ranks, in the locale of its environment: whatever `-O` leaves out, this compares.
@@ -155,6 +160,44 @@ def test_a_job_in(name, tmp_path):
         assert part in rank_said
 
 
+@pytest.fixture
+def cgroup():
+    """A control group that may take 512 MiB of memory."""
+    for file in ("memory/{}/memory.limit_in_bytes", "{}/memory.max"):
+        limit = Path("/sys/fs/cgroup", file.format(f"environment-{os.getpid()}"))
+        with suppress(OSError):
+            limit.parent.mkdir()
+            if limit.exists():
+                limit.write_text(f"{512 << 20}")
+                break
+            limit.parent.rmdir()
+    else:
+        pytest.skip("no control group of memory can be made here")
+    yield limit.parent
+    eventually(lambda: removed(limit.parent))
+
+
+def removed(group):
+    """Whether a group is gone: its processes may end a little later."""
+    with suppress(OSError):
+        group.rmdir()
+    return not group.exists()
+
+
+@pytest.mark.extended("tests/reducer/test_memory.py")
+@pytest.mark.parametrize(("asked", "level"), [(None, "info"), ("8GiB", "warning")])
+def test_a_reducer_gives_jobs_less_memory_than_its_container_has(cgroup, tmp_path, asked, level):
+    """Otherwise the kernel would end it in the middle of its jobs."""
+    environment = Environment(
+        variables={"REDUCTION_MEMORY_LIMIT": asked},
+        first=f"echo $$ >{cgroup}/cgroup.procs",
+    )
+    reducer_said, _ = job_in(environment, tmp_path)
+    (line,) = (line for line in reducer_said.splitlines() if "instead of --memory-limit" in line)
+    assert f"this container (cgroup) may take {512 << 20}" in line
+    assert level in line
+
+
 def test_what_there_is_of_memory_is_the_limit_of_jobs(tmp_path):
     python, env = start(Environment(first="ulimit -v 1000000"), tmp_path)
     log = tmp_path / "log"
@@ -210,3 +253,17 @@ def test_children_of_every_kind_beside_a_client():
 def test_129_ranks():
     with reducer_here() as server, joined(129, servers=[server.address]) as clients:
         all_reduce(clients)
+
+
+@pytest.mark.extended("tests/engine/test_large.py")
+def test_a_call_of_3_gib_has_more_than_31_bits_of_elements():
+    if psutil.virtual_memory().available < 16 << 30:
+        pytest.skip("needs 16 GiB of memory that nobody uses")
+    period = np.arange(101, dtype=np.uint8)  # of no chunk, no shard and no page
+    count = 3 << 30
+    with local_pool(2) as servers, joined(2, servers=servers) as clients:
+        both = [np.resize(period, count) for _ in clients]
+        for result in reduced(clients, both, "sum"):
+            for at in range(0, count, 101 << 20):
+                part = result[at : at + (101 << 20)]
+                assert part.tobytes() == np.resize(2 * period, part.size).tobytes()
