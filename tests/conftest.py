@@ -38,7 +38,6 @@ NAMES = {
 # Labs have numbers that the machine has once, and some of these tests count them.
 LABS = (
     "tests/bench/test_allreduce.py",
-    "tests/bench/test_far.py",
     "tests/lab/",
     "tests/launch/test_doctor.py",
     "tests/launch/test_vertex.py",

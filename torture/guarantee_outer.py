@@ -3,7 +3,7 @@
 import hashlib
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from worker_client.client.client import Client
 from worker_client.outer import OuterOptimizer
