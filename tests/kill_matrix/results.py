@@ -26,10 +26,19 @@ class Result(NamedTuple):
         """Say whether nothing is left to ask."""
         return self.noticed != NOTHING or self.asked == UNTIL
 
+    def is_there(self):
+        """Say whether the test that noticed is still in the tree, if one did."""
+        if self.noticed in {NOTHING, NOT_BUILT}:
+            return True
+        path, *_, test = self.noticed.split("[")[0].split("::")
+        return Path(path).exists() and f"def {test}(" in Path(path).read_text()
+
 
 def load():
+    """Return what is known of mutants, by their identities, but by tests that have gone."""
     rows = [line.split("\t") for line in RESULTS.read_text().splitlines()[1:]]
-    return {tuple(row[:5]): Result(*row[5:]) for row in rows}
+    found = {tuple(row[:5]): Result(*row[5:]) for row in rows}
+    return {identity: result for identity, result in found.items() if result.is_there()}
 
 
 def save(results):

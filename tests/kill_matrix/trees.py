@@ -46,7 +46,7 @@ def tests_of(mutant):
     files = [path for name in folders for path in sorted((tests / name).glob("test_*.py"))]
     files.sort(key=lambda path: path.name in LONG)
     module = Path(mutant.file).with_suffix("")
-    parts = set(module.name.split("_")) - {"", "test", "plain", "loop", "runtime"}
+    parts = {*module.name.split("_"), module.parent.name} - {"", "test", "plain", "loop", "runtime"}
     package = re.escape(".".join(module.parent.parts))
     imports = rf"(?m)^from {package}(\.{module.name}\b| import .*\b{module.name}\b)"
     own = "worker_client" if module.parts[0] == "worker_client" else "transport"
@@ -56,10 +56,10 @@ def tests_of(mutant):
         soon = path.parent.name in FIRST[mutant.room]
         near = soon or path.parent.name == own
         about = parts & set(path.stem.split("_")) or re.search(imports, path.read_text())
-        return 0 if near and about else 1 if soon else 2
+        return 0 if near and about else 1 if soon else 2 if about else 3
 
     files.sort(key=place)
-    first, then = ([p for p in files if (place(p) == 2) == late] for late in (False, True))
+    first, then = ([p for p in files if (place(p) >= 2) == late] for late in (False, True))
     return [[str(path.relative_to(SOUND)) for path in part] for part in (first, then)]
 
 
