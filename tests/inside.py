@@ -6,16 +6,6 @@ def communicator(client):
     return client._ordered
 
 
-def transport(client):
-    """Who is told to lead again shows in no result: it costs time alone."""
-    return communicator(client).flat._transport
-
-
-def leader(client):
-    """Which thread leads shows in no result: it costs time alone."""
-    return communicator(client).flat._leader
-
-
 def replace_lead(patch, client, kind):
     """Some instants come only while a thread waits for the lead, which nobody sees."""
     driver = communicator(client).flat
