@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from torture import guarantee_rank
+from torture.guarantee_life import Part
 from torture.guarantee_outer import decider
 from torture.guarantee_plan import ADMIT_EVERY, MAIN, THREADS
-from torture.guarantee_rank import Part
 from worker_client.commands.demo.ranks import free_port
 
 log = logging.getLogger(__name__)

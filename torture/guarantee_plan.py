@@ -6,7 +6,9 @@ A thread goes step by step: it makes some calls, and then waits for all of them.
 
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 MAIN, *NAMED = THREADS = (0, 1, 2)
 ALIKE = (1, 2)  # places of a named thread's steps whose calls look the same in every step
@@ -176,3 +178,28 @@ def _count(rng: random.Random) -> int:
     """Return a number of elements: mostly few, as more results than bytes are to be compared."""
     (most,) = rng.choices((1, 300, 6000, 60_000, 500_000), (2, 80, 14, 3.6, 0.4))
     return rng.randrange(most + 1)
+
+
+def refused_data(array: Any, arguments: dict[str, Any], amount: float) -> Any:
+    """Return data that is refused, or make an argument one that is."""
+    which = int(amount * 6)
+    if which == 0:
+        return array.astype(np.complex64)
+    if which == 1:
+        return "no array"
+    if which == 2:
+        array.flags.writeable = False
+        return array
+    wrong: tuple[str, Any] = (("op", "median"), ("timeout", "soon"), ("weight", -1.0))[which - 3]
+    arguments[wrong[0]] = wrong[1]
+    return array
+
+
+def other_data(array: Any, arguments: dict[str, Any], amount: float) -> Any:
+    """Return other data than the other ranks have, or make another reduction of it."""
+    if amount < 0.5 or array.size == 0:
+        arguments.pop("residual", None)
+        return np.ones(array.size + 1 + int(amount * 2000), array.dtype)
+    arguments["op"] = "min" if arguments["op"] != "min" else "max"
+    arguments.pop("weight", None)
+    return array

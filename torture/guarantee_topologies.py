@@ -10,9 +10,9 @@ from lab import Lab
 from reducer.commands.keygen import keygen
 from torture.guarantee_faults import Arena
 from torture.guarantee_job import MOST_JOIN, Job, Tally
+from torture.guarantee_life import Part
 from torture.guarantee_plan import Plan
 from torture.guarantee_pool import Reducers
-from torture.guarantee_rank import Part
 
 TIMEOUT_S = 4.0
 CONNECT_S = 8.0
