@@ -45,6 +45,11 @@ def test_only_a_large_all_reduce_is_measured_until_it_ends(implementation):
         error(session, 0, RankLostError("gone", rank=0), number(call))
     assert len(set(windows[:-1])) == 1
     assert windows[-1] > windows[0]
+    # Its last result ends it, at a rate that is ten times as high.
+    for link, header in sent(session.submit(operation(MEASURED_BYTES), 50.0), M.CONTRIBUTION):
+        frame = header._replace(type=M.RESULT, watermark=0).pack()
+        session.session.receive(link, frame, bytes(header.nbytes), 50.01)
+    assert session.flight.stats(0).window > windows[-1]
 
 
 def test_a_late_result_is_dropped(session):
