@@ -20,7 +20,7 @@ def hosts(request):
             yield loopback.hosts
 
 
-def megabits(sender, receiver, total=5_000_000):
+def megabits(sender, receiver, total):
     """Payload rate of one transfer, in Mbit/s."""
     server = receiver.start([*TRANSFER, "serve", str(total)], stdout=PIPE)
     client = sender.start([*TRANSFER, "send", receiver.address, line(server), str(total)])
@@ -47,6 +47,15 @@ def test_no_way_leads_out_of_a_lab(lab):
     assert network.PREFIX not in outside
 
 
+def has_rate(one, other, mbit):
+    """Whether a link carries as much, and never more: a busy machine sends less at times."""
+    for _ in range(5):
+        found = megabits(one, other, 3_000_000)
+        if found > 0.94 * mbit:
+            return found < 1.06 * mbit
+    return False
+
+
 def test_a_link_has_its_rate_each_way_until_it_is_changed_or_lifted(lab):
     one, other = lab.hosts[:2]
     lab.set_rate(other, None)  # what is measured is the one's link alone
@@ -54,7 +63,7 @@ def test_a_link_has_its_rate_each_way_until_it_is_changed_or_lifted(lab):
         for rate in (100, 40):
             lab.set_rate(one, rate)
             for pair in ((one, other), (other, one)):
-                assert megabits(*pair, 3_000_000) == pytest.approx(PAYLOAD * rate, rel=0.06)
+                assert has_rate(*pair, PAYLOAD * rate)
         lab.set_rate(one, None)
         lab.set_rate(one, None)
         assert megabits(one, other, 20_000_000) > 400
@@ -88,12 +97,12 @@ def test_two_labs_at_once_share_nothing(lab):
     with Lab(hosts=3, mbit=40) as second:
         one, other = ({(host.name, host.address) for host in each.hosts} for each in (lab, second))
         assert set(sum(one, ())).isdisjoint(sum(other, ()))
-        assert megabits(*second.hosts[:2], 3_000_000) == pytest.approx(PAYLOAD * 40, rel=0.06)
+        assert has_rate(*second.hosts[:2], PAYLOAD * 40)
         with pytest.raises(LabUnavailable, match="another lab"):
             lab.link_down(second.hosts[0])
         bystander = lab.hosts[0].start(["sleep", "1000"])
     assert bystander.poll() is None
-    assert megabits(*lab.hosts[:2]) == pytest.approx(PAYLOAD * 100, rel=0.06)
+    assert has_rate(*lab.hosts[:2], PAYLOAD * 100)
 
 
 @pytest.mark.parametrize(
