@@ -63,6 +63,7 @@ def chosen(by_room, results):
 def left(by_room, results):
     """Return what is not done: the new ones first, and of these what needs no compiler."""
     done = {one for one, result in results.items() if result.is_final()}
+    done |= kept.equivalent().keys() & results.keys()
     mutants = [one for one in chosen(by_room, results) if one.identity not in done]
     return sorted(mutants, key=lambda one: (one.identity in results, one.is_compiled))
 

@@ -58,12 +58,12 @@ def table(mutants, results):
     by_room = {}
     for mutant in mutants:
         result = results.get(mutant.identity)
-        if result is None or not result.is_final():
-            became = "not yet"
-        elif result.noticed != NOTHING:
+        if result is not None and result.noticed != NOTHING:
             became = "noticed"
+        elif result is not None and mutant.identity in reasons:
+            became = "equivalent"
         else:
-            became = "equivalent" if mutant.identity in reasons else "unnoticed"
+            became = "unnoticed" if result is not None and result.is_final() else "not yet"
         by_room.setdefault(mutant.room, Counter()).update((became, "mutants"))
     words = ("mutants", "noticed", "unnoticed", "equivalent", "not yet")
     by_room["all"] = sum(by_room.values(), Counter())
