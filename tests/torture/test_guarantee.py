@@ -42,7 +42,7 @@ def check(topology, faults, results=500):
         for finding in found.findings
         if finding["kind"] != "needless error" or re.search(r"\w+Error:", str(finding["detail"]))
     ]
-    assert not grave, grave
+    assert not grave, "\n".join(f"{one['kind']}: {one['detail']}\n{one['words']}" for one in grave)
     assert found.results >= results
     assert sum(found.faults.values()) >= faults
     return found
