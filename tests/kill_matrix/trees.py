@@ -116,10 +116,10 @@ class Tree:
 
     def noticed_by(self, tests):
         """Return the first test of some files that fails because of the mutant."""
-        left_out = []
+        left_out = broken = [test for test, passes in self._passes.items() if not passes]
         while True:
             began, failed = self._run(tests, left_out)
-            if not began and not left_out:
+            if not began and left_out is broken:
                 if not self._run(tests[:1], (), sound=True)[0]:
                     raise RuntimeError(f"{tests[0]} does not begin without a mutant either")
                 return NOT_BUILT  # it cannot be imported
@@ -131,7 +131,7 @@ class Tree:
                     self._passes[test] = not self._run([test], (), sound=True)[1]
                 if self._passes[test] and self._run([test], ())[1]:
                     return test
-            left_out += failed
+            left_out = left_out + failed
             tests = tests[tests.index(failed[0].partition("::")[0]) :]  # those before have passed
 
     def _run(self, tests, left_out, *, sound=False):
