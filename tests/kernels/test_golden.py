@@ -5,6 +5,7 @@ What other CPUs of this kind give is seen with an emulator of single programs, w
 """
 
 import json
+import os
 import pickle
 import platform
 import shutil
@@ -41,6 +42,7 @@ def test_a_variant_of_this_cpu_gives_them(variant):
     platform.machine() != "x86_64" or not shutil.which("qemu-x86_64"),
     reason="needs an x86-64 and qemu-x86_64: make test-tools",
 )
+@pytest.mark.skipif("LD_PRELOAD" in os.environ, reason="no sanitizer runs in the emulator")
 @pytest.mark.parametrize(
     ("cpu", "variants"),
     [("Nehalem", ["generic", "numpy"]), ("Haswell", ["avx2", "generic", "numpy"])],
