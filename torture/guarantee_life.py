@@ -291,7 +291,8 @@ class Life:
                 for fragment, made, digest in training.common():
                     if (fragment, made) not in known:
                         known.add((fragment, made))
-                        self._masks.append(((MAIN, made, fragment), digest))
+                        with self._lock:
+                            self._masks.append(((MAIN, made, fragment), digest))
                         self._count("right", f"right of thread {MAIN}")
             except ReductionError as error:
                 self._count("error", type(error).__name__)

@@ -24,7 +24,7 @@ Ranks of other epochs have lost touch
     0 CONTRIBUTION number(4,0) epoch=3
     1 CONTRIBUTION number(4) epoch=$epoch -> 0 MismatchError field=epoch expected=3 got=$epoch
 
-Ranks of other epochs have lost touch, whoever comes first
+Ranks of other epochs have lost touch, the one without the answer first
     each epoch: 2 | 5
     1 CONTRIBUTION number(4) epoch=$epoch
     0 CONTRIBUTION number(4,0) epoch=3 -> 0 MismatchError field=epoch expected=3 got=$epoch

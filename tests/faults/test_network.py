@@ -99,7 +99,7 @@ def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(make, monkeyp
         exact(begin(net.clients, 1))
     usual, patient = [begin(net.clients, 2) for net in nets]
     for proxy in proxies:
-        proxy.set("both", parted=True)  # packets were lost, and those that TCP sent again as well
+        proxy.set("both", parted=True)  # packets are lost, and so are their retransmissions
     time.sleep(1.6)
     for proxy in proxies:
         proxy.set("both", parted=False)

@@ -83,7 +83,7 @@ def test_another_order_is_named(job):
 
 @pytest.fixture
 def names(monkeypatch):
-    """Addresses of names that end with ``.pool``; those that have none are not known."""
+    """Addresses of host names that end with ``.pool``; a name without one cannot be resolved."""
     known, look_up = {}, socket.getaddrinfo
 
     def resolve(host, *arguments, **others):

@@ -147,7 +147,7 @@ class Job:
             self._stopped.append(pid)
 
     def resume(self, count):
-        """The last of those that were stopped go on."""
+        """The processes that were stopped last go on."""
         for _ in range(count):
             os.kill(self._stopped.pop(), signal.SIGCONT)
 
@@ -163,7 +163,7 @@ class Job:
         self._until(lambda: self._heard() and min(one["step"] for one in self.here) >= goal)
 
     def settle(self):
-        """Those that are here make some steps among themselves."""
+        """The ranks that are present make some steps."""
         goal = [0]
 
         def among_themselves():
@@ -280,14 +280,14 @@ def trains_as_undisturbed(job, row):
 
 
 def goes_on(job, row):
-    """Each result is of all that were left then, or of those that were left a step later."""
+    """Each result is of all ranks that were left then, or that were left a step later."""
     mine = min(job.alive)
     steps = [
         job.steps[step][mine]["whose"] for step in sorted(job.steps) if mine in job.steps[step]
     ]
     found = [[frozenset(whose) for whose in step if whose] for step in steps if any(step)]
     assert set(found[0]) == {frozenset(range(job.workers))}
-    if row.endswith("fail"):  # those that are left are a minority
+    if row.endswith("fail"):  # the ranks that are left are a minority
         assert job.errors.keys() == job.alive == {4, 5}
         assert all(one["error"].startswith("RankLostError: rank ") for one in job.errors.values())
     else:

@@ -115,7 +115,7 @@ def test_settings_that_differ_are_an_error_of_who_joins_alone(job, newcomer):
     with pytest.raises(MismatchError, match="REDUCTION_WIRE_DTYPE"):
         other.result()
     assert total(clients) == [11, 11]
-    let_in(clients, newcomer(chunk_bytes="64KiB", generation=3))  # as of a restarted rank
+    let_in(clients, newcomer(chunk_bytes="64KiB", generation=3))  # a restarted rank
 
 
 def test_ranks_join_between_calls(job):

@@ -59,7 +59,7 @@ def test_every_thread_of_a_reducer_has_a_share(impl, monkeypatch):
 
 
 def test_threads_listen_one_port_after_the_other():
-    for first in range(21_000, 30_000, 3):  # below those that connections are given
+    for first in range(21_000, 30_000, 3):  # below the kernel's ephemeral ports
         with (
             suppress(ConfigError),
             reducer_here(bind=f"tcp://127.0.0.1:{first}", threads=3) as started,

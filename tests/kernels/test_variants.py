@@ -37,7 +37,7 @@ WITHOUT_BLOCKS = [pair for pair in PAIRS if pair.values[0] not in BLOCKS]
 
 
 def contributions(dtype, n, count=LARGE):
-    """What `golden` has of n ranks; of blocks, which are long, fewer."""
+    """What n ranks contribute, by `golden`; fewer elements of blocks, which are long."""
     count = count // 500 if dtype in BLOCKS else count
     return [golden.contribution(dtype.name, count, rank) for rank in range(n)]
 

@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 RESULTS, EQUIVALENT = HERE / "results.tsv", HERE / "equivalent.toml"
 COLUMNS = ("file", "function", "kind", "before", "after", "noticed by", "asked", "s", "commit")
 NOTHING, NOT_BUILT = "nothing", "cannot be built"
-# Which tests were asked: those that need no socket, or the others.
+# Which tests were asked: the room's own, most of which need no socket, or all others.
 FIRST, UNTIL = "first", "until"
 
 
