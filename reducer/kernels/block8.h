@@ -18,10 +18,11 @@ enum {
  * below which steps become no smaller. */
 enum { E4M3_SHIFT = 20, E4M3_SMALL = 121 << 23 };
 
-INLINE float block8_scale(const unsigned char *block) {
+/* The scale in every lane: less 0, which -0 stays. */
+INLINE v_f32 block8_scale(const unsigned char *block) {
     float scale;
     memcpy(&scale, block, sizeof scale);
-    return scale;
+    return scale - (v_f32){0};
 }
 
 /* The numbers that bytes of E4M3 stand for. */

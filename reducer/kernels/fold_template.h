@@ -195,14 +195,14 @@ INLINE void block8_fold_piece(v_f32 *acc, const void *const *in, size_t n, size_
                               enum block8_q of) {
     const unsigned char *block = (const unsigned char *)in[0] + at;
     v_f32 sum[FOLD_HALF_BLOCK];
-    v_f32 scale = block8_scale(block) + (v_f32){0};
+    v_f32 scale = block8_scale(block);
     prefetch(block + from * BLOCK8_LANES, FOLD_HALF_BLOCK * BLOCK8_LANES);
     UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
         sum[v] = block8_values(block, from + v, scale, of);
     }
     for (size_t rank = 1; rank < n; rank++) {
         block = (const unsigned char *)in[rank] + at;
-        scale = block8_scale(block) + (v_f32){0};
+        scale = block8_scale(block);
         prefetch(block + from * BLOCK8_LANES, FOLD_HALF_BLOCK * BLOCK8_LANES);
         UNROLL for (size_t v = 0; v < FOLD_HALF_BLOCK; v++) {
             sum[v] += block8_values(block, from + v, scale, of);

@@ -73,6 +73,12 @@ def test_many_values_and_every_16_bit_one(name, dtype):
     check_widened(name, dtype, 0, np.arange(1 << 16, dtype=np.uint16).tobytes(), 1 << 16)
 
 
+@pytest.mark.parametrize("dtype", [DType.BLOCK8, DType.BLOCK8_E4M3])
+@pytest.mark.parametrize("name", ALL)
+def test_a_scale_of_negative_zero_has_its_sign(name, dtype):
+    check_widened(name, dtype, 0, b"\0\0\0\x80" + bytes([0, 1, 0x80, 0x81]) * 63, 252)
+
+
 @pytest.mark.parametrize("offset", [4, 16])
 @pytest.mark.parametrize("dtype", SENT)
 @pytest.mark.parametrize("name", COMPILED)

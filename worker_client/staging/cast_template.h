@@ -119,7 +119,7 @@ INLINE void keep_block8_piece(unsigned char *out, const void *in, void *residual
         x[v] += rest[v];
     }
     block8_round(out, x, to, 0);
-    v_f32 scale = block8_scale(out) + (v_f32){0};
+    v_f32 scale = block8_scale(out);
     UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
         rest[v] = finite_or_zero(x[v] - block8_values(out, v, scale, to));
     }
@@ -128,7 +128,7 @@ INLINE void keep_block8_piece(unsigned char *out, const void *in, void *residual
 
 INLINE void widen_block8_piece(void *out, const unsigned char *in, enum block8_q of) {
     v_f32 x[BLOCK8_VECTORS];
-    v_f32 scale = block8_scale(in) + (v_f32){0};
+    v_f32 scale = block8_scale(in);
     UNROLL for (size_t v = 0; v < BLOCK8_VECTORS; v++) {
         x[v] = one_nan(block8_values(in, v, scale, of));
     }
