@@ -117,6 +117,14 @@ def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network):
     assert largest_chunk(network) == SMALLEST_CHUNK
 
 
+def test_who_has_no_answer_begins_anew_beyond_those_that_have_it(network):
+    call(network, (0,))
+    session = network.workers[0].session
+    before = session.failover.map.epoch
+    network.do(0, session.calls.fail(session.calls.question, ReductionTimeout("no answer")))
+    assert session.failover.map.epoch == before + 2
+
+
 def test_an_answer_is_of_no_use_to_a_rank_that_has_begun_anew_since_it_asked(network):
     call(network)
     told = Header(MessageType.SHARD_MAP).pack(), encode(Loss(ALL_REDUCERS, 6, number(5)))

@@ -4,6 +4,7 @@ import pytest
 
 from reducer.errors import (
     MembershipError,
+    MismatchError,
     RankLostError,
     ReducerLostError,
     ReductionTimeout,
@@ -67,6 +68,15 @@ def test_a_result_that_does_not_fit_is_an_error(lone, change):
     (failure,) = errors(actions)
     assert isinstance(failure, RemoteProtocolError)
     assert Reset(0) in actions
+
+
+def test_ranks_that_call_it_differently_hear_the_callers_name(lone):
+    mine = operation(name="loss")
+    lone.submit(mine, 0.0)
+    tags = {"expected": f"#{mine.tag:016x}", "got": "#1"}
+    differs = MismatchError("by tags", field="name", rank=0, other_rank=1, **tags)
+    (failure,) = errors(error(lone, 0, differs, number(0)))
+    assert (failure.expected, failure.got) == ("loss", "#1")
 
 
 def test_a_deadline_asks_who_is_missing(session):

@@ -41,6 +41,12 @@ def load():
     return {identity: result for identity, result in found.items() if result.is_there()}
 
 
+def noticing(room):
+    """Return how many mutants of a room each file of tests has noticed."""
+    found = load().items()
+    return Counter(r.noticed.partition("::")[0] for one, r in found if Path(one[0]).parent == room)
+
+
 def save(results):
     rows = sorted("\t".join((*identity, *result)) for identity, result in results.items())
     RESULTS.write_text("".join(f"{row}\n" for row in ("\t".join(COLUMNS), *rows)))

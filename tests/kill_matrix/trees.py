@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.commands import run_command
 from tests.kill_matrix.mutants import changed
 from tests.kill_matrix.plugin import NOTES, PLANT
-from tests.kill_matrix.results import NOT_BUILT, NOTHING
+from tests.kill_matrix.results import NOT_BUILT, NOTHING, noticing
 
 TREES = Path("build/kill-matrix")
 SOUND = TREES / "sound"
@@ -24,7 +24,8 @@ SWITCHES = os.environ | {"REDUCTION_BUILD_REQUIRED": "1"}
 TEST_S = 120
 HUNG_S = TEST_S + 30  # without a note: in C, where pytest cannot end it
 
-# What needs no socket, and is asked first, by room; then everything else that may notice.
+# What needs no socket, and is asked first, by room; then everything else that may notice, the
+# nearest first.
 FIRST = {
     "reducer/engine": ("engine", "sim", "wire", "fuzz"),
     "worker_client/protocol": ("engine", "sim", "wire", "fuzz"),
@@ -36,17 +37,30 @@ FIRST = {
     "planted": ("quorum", "memberships", "sim", "engine", "wire", "zmtp", "fuzz"),
 }
 THEN = ("transport", "worker_client", "reducer", "security", "faults", "integration")
+JOBS = ("integration", "faults", "worker_client", "security", "transport", "reducer")
+THEN_OF = {"worker_client/communicators": JOBS, "worker_client/outer": JOBS[:1]}
+CALLED = {  # what tests are about, where they call it differently
+    "hierarchical": {"hierarchy"},
+    "elastic": {"join", "loss"},
+    "lobby": {"join"},
+    "averaging": {"quorum"},
+    "fragment": {"quorum"},
+}
 LONG = ("test_state_machine.py", "test_simulator.py")
 
 
 def tests_of(mutant):
-    """Return the files of tests that are asked first, and those that are asked then."""
-    folders = [*FIRST[mutant.room], *(name for name in THEN if name not in FIRST[mutant.room])]
+    """Return the files of tests that are asked first, and those that are asked then.
+
+    What has noticed most in the room comes first of each.
+    """
+    folders = dict.fromkeys((*FIRST[mutant.room], *THEN_OF.get(mutant.room, THEN)))
     tests = SOUND / "tests"
     files = [path for name in folders for path in sorted((tests / name).glob("test_*.py"))]
     files.sort(key=lambda path: path.name in LONG)
     module = Path(mutant.file).with_suffix("")
     parts = {*module.name.split("_"), module.parent.name} - {"", "test", "plain", "loop", "runtime"}
+    parts |= CALLED.get(module.name, set())
     package = re.escape(".".join(module.parent.parts))
     imports = rf"(?m)^from {package}(\.{module.name}\b| import .*\b{module.name}\b)"
     own = "worker_client" if module.parts[0] == "worker_client" else "transport"
@@ -58,7 +72,8 @@ def tests_of(mutant):
         about = parts & set(path.stem.split("_")) or re.search(imports, path.read_text())
         return 0 if near and about else 1 if soon else 2 if about else 3
 
-    files.sort(key=place)
+    noticed = noticing(module.parent)
+    files.sort(key=lambda path: (-noticed[str(path.relative_to(SOUND))], place(path)))
     first, then = ([p for p in files if (place(p) >= 2) == late] for late in (False, True))
     return [[str(path.relative_to(SOUND)) for path in part] for part in (first, then)]
 

@@ -1,6 +1,7 @@
 """Callers' threads that lead: numbers, deadlines and results as if the driver's own thread did."""
 
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from subprocess import run
@@ -8,6 +9,7 @@ from subprocess import run
 import numpy as np
 import pytest
 
+from reducer.errors import ReductionTimeout
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from tests import inside
 from tests.worker_client.waits import at_all
@@ -107,6 +109,24 @@ def test_deadlines_are_those_that_the_session_sets(two):
     )
     assert led == queued
     assert led[0] == 0.5
+
+
+def test_a_wait_ends_when_its_time_is_over(two):
+    over = threading.Event()
+
+    def call(client):
+        for _ in range(100):  # from now on the caller leads
+            client.all_reduce(np.ones(2), "sum").wait(10)
+        if client.rank == 1:
+            assert over.wait(10)
+        work = client.all_reduce(np.ones(2), "sum")
+        if client.rank == 0:
+            with pytest.raises(ReductionTimeout, match="is still in progress"):
+                work.wait(0.2)
+            over.set()
+        return work.wait(10)
+
+    assert [result.tolist() for result in at_all(two, call)] == [[2, 2], [2, 2]]
 
 
 def test_without_compiled_modules_calls_are_the_same():
