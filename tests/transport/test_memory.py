@@ -1,5 +1,8 @@
 """Whose memory it is: until when a buffer is read, and by whom."""
 
+import ctypes
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -196,3 +199,40 @@ def test_what_has_just_completed_is_there_when_a_link_is_reset(alone):
     transport.reset(0)
     assert [chunk.done for chunk in flight.carried(0)] == [True]
     assert Completed([0]) in transport.events()
+
+
+# Begins and ends a reducer and its worker in turn, and prints how many bytes more were allocated
+# after so many lives than after others before.
+LIVES = """
+import ctypes, gc
+import numpy as np, worker_client
+from reducer.config import load
+from reducer.server import Server
+
+class Heap(ctypes.Structure):
+    _fields_ = [(f"field{at}", ctypes.c_size_t) for at in range(7)] + [
+        ("uordblks", ctypes.c_size_t), ("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)
+    ]
+
+heap = ctypes.CDLL(None).mallinfo2
+heap.restype = Heap
+
+def live():
+    server = Server(load(bind="tcp://127.0.0.1:0"))
+    server.start()
+    with worker_client.init(servers=[server.address], rank=0, world_size=1) as client:
+        for size in (1, 100_000) * 10:
+            client.all_reduce(np.ones(size)).wait(20)
+    server.stop()
+    gc.collect()
+    return heap().uordblks
+
+taken = [live() for _ in range(24)]
+print(min(taken[18:]) - min(taken[8:14]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 tells")
+def test_what_ends_gives_all_its_memory_back():
+    done = subprocess.run([sys.executable, "-c", LIVES], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1000, "bytes in 10 lives, of a chunk or a table hundreds in each"

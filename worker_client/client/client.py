@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections import deque
 from contextlib import suppress
@@ -426,6 +427,7 @@ class Client:
         # A callback keeps the driver from ending what staging would wait for.
         self._staging.stop(wait=not self._ordered.in_callback)
         self._trace.stop()
+        atexit.unregister(self.shutdown)  # who registered that would keep all of this
         if self._departure.failure is not None:
             raise self._departure.failure
 

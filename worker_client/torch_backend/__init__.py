@@ -313,7 +313,6 @@ class ReductionGroup(ProcessGroup):
         with self._joining:
             self._closed = why
             if self._client is not None:
-                atexit.unregister(self._client.shutdown)
                 self._client.shutdown()
 
     # -- what reducers do ---------------------------------------------------------------------
