@@ -322,6 +322,27 @@ def test_an_averaging_that_has_failed_at_one_rank_alone(pool, monkeypatch):
         assert outer_state(ranks[0]) == outer_state(ranks[1])
 
 
+def test_an_interrupt_as_an_averaging_begins_leaves_the_ranks_in_step(pool, monkeypatch):
+    with joined(2, servers=pool, job="outer", timeout=5) as clients:
+        ranks = each(clients, lambda client: Rank(client, {"every": 2}).train(1))
+
+        def interrupted(*given, **how):
+            clients[0].decline(KeyboardInterrupt())  # as a call does in which it comes
+            raise KeyboardInterrupt
+
+        def told(client):
+            expected = MismatchError if client.rank else KeyboardInterrupt
+            with pytest.raises(expected):
+                ranks[client.rank].train(2)
+            ranks[client.rank].step += 1
+
+        with monkeypatch.context() as patch:
+            patch.setattr(clients[0], "all_reduce", interrupted)
+            each(clients, told)
+        each(clients, lambda client: ranks[client.rank].train(4))
+        assert outer_state(ranks[0]) == outer_state(ranks[1])
+
+
 def test_small_steps_add_up_in_types_of_16_bits(pool):
     def train(client):
         layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)

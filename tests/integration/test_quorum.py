@@ -304,7 +304,6 @@ def be_late(patch, client):
     patch.setattr(client, "subgroup", late)
 
 
-@pytest.mark.extended("test_ranks_and_numpy_have_the_same_bits")
 def test_a_void_attempt_leaves_no_trace(pool, monkeypatch):
     def train(*, void):
         settings = {"every": 5, "min_ranks": 2, "grace": 1.5, "store": HashStore()}

@@ -201,10 +201,12 @@ def test_what_has_just_completed_is_there_when_a_link_is_reset(alone):
     assert Completed([0]) in transport.events()
 
 
-# Begins and ends a reducer and its worker in turn, and prints how many bytes more were allocated
-# after so many lives than after others before.
+# Begins and ends a reducer and its worker in turn, and prints how many bytes more are allocated
+# after each time; the median, as Python's own tables grow at times.
 LIVES = """
 import ctypes, gc
+from itertools import pairwise
+from statistics import median
 import numpy as np, worker_client
 from reducer.config import load
 from reducer.server import Server
@@ -228,11 +230,11 @@ def live():
     return heap().uordblks
 
 taken = [live() for _ in range(24)]
-print(min(taken[18:]) - min(taken[8:14]))
+print(median(after - before for before, after in pairwise(taken[5:])))
 """
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 tells")
 def test_what_ends_gives_all_its_memory_back():
     done = subprocess.run([sys.executable, "-c", LIVES], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 1000, "bytes in 10 lives, of a chunk or a table hundreds in each"
+    assert float(done.stdout) < 100  # bytes; a chunk, or a table, has some hundreds
