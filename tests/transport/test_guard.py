@@ -84,7 +84,15 @@ def test_who_was_a_member_is_a_stranger(post):
     post.until(lambda: post.closed == 1)
 
 
-@pytest.mark.parametrize("post", [Patience(3, 10.0)], indirect=True)
+@pytest.mark.parametrize(
+    ("impl", "post"),
+    [
+        ("plain", Patience(3, 10.0)),
+        ("compiled", Patience(3, 10.0)),
+        ("compiled", Patience(9, 10.0, max_open=3)),
+    ],
+    indirect=["post"],
+)
 def test_the_oldest_strangers_make_way(post):
     post.member("job")
     peers = []
