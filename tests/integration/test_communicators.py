@@ -187,6 +187,20 @@ def test_the_process_group_sums_blocks_as_reducers_do():
         assert all(one.counters.fallbacks >= 3 for one in made)
 
 
+def test_ranks_that_disagree_where_no_reducer_is_left_hear_what_each_says():
+    with local_pool(1) as servers, four_of("fallback", servers) as made:
+        await_ends(submit(made))
+        process_of(servers[0]).kill()
+        asked = [Asked(np.ones(4 + (rank == 1), np.float32)) for rank in range(RANKS)]
+        await_ends(begin(made, asked))
+        for one in asked:
+            error = one.ends[0]
+            said = error.field, error.rank, error.expected, error.other_rank, error.got
+            assert said == ("total_bytes", 0, 16, 1, 20)
+        await_ends(after := submit(made))
+        assert all(one.ends == [None] and (one.values == 6).all() for one in after)
+
+
 def test_who_waits_leads_until_it_is_done(four):
     def go(rank):
         for _ in range(20):

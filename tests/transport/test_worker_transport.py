@@ -1,7 +1,10 @@
 """A client, its loop and its sockets, against reducers that do just what the test says."""
 
 import contextlib
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -206,6 +209,41 @@ def test_nothing_is_looked_for_while_a_name_is_being_resolved(monkeypatch):
         transport.wait(0.2)  # nobody wakes it
         assert time.monotonic() - start > 0.1
         answered.set()
+
+
+def test_a_signal_ends_a_wait_at_once(reducer):
+    with connecting(reducer.address) as transport:
+        meet(transport, reducer)
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        try:
+            here = threading.get_ident(), signal.SIGUSR1
+            threading.Timer(0.2, signal.pthread_kill, here).start()
+            start = time.monotonic()
+            transport.wait(20)
+            within_s(10.0, start)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+
+WITHOUT_FILES = """
+import os, resource
+from reducer.wire.header import Header
+from worker_client.protocol._flight import CompiledFlight
+from worker_client.runtime._loop import Loop
+flight = CompiledFlight(Header(0))
+resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))
+try:
+    Loop(flight, 1.0)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_without_files_there_is_no_loop():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_FILES], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[Errno 24] the loop cannot be set up\n"
 
 
 def test_where_nobody_listens_it_tries_again_later_and_later(reducer):
