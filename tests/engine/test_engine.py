@@ -18,6 +18,7 @@ def test_the_last_contribution_sends_the_result_to_all(reducer):
     sends = reducer.contribute(0, value=0.5)
     assert {send.peer for send in sends} == {b"0", b"1"}
     assert sends[0].payload is sends[1].payload  # shared, not copied
+    assert Header.unpack(sends[0].header).pack() == sends[0].header, "what is set aside is 0"
     assert (np.frombuffer(sends[0].payload, np.float32) == 2.5).all()
     assert kinds(sends) == [M.RESULT, M.RESULT]
     assert reducer.engine.held() == 0
