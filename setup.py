@@ -50,7 +50,6 @@ SOURCES = {
         *ENGINE,
         "reducer/failpoints/failpoints.c",
     ],
-    "reducer.zmtp._zmtp": ZMTP,
     "worker_client.protocol._flight": (
         FLIGHT := [
             f"worker_client/protocol/{name}.c" for name in ("chunks", "flight", "flight_failures")
@@ -70,6 +69,8 @@ SOURCES = {
         for name in ("dispatch", "generic", "avx2", "avx512", "neon")
     ],
 }
+# Of a checkout, for its tests and fuzzer alone; no wheel has them.
+TESTS = {"tests.zmtp._zmtp": ZMTP} if Path("tests").is_dir() else {}
 HEADERS = [
     str(path) for package in ("reducer", "worker_client") for path in Path(package).rglob("*.h")
 ]
@@ -89,7 +90,7 @@ extensions = cythonize(
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         )
-        for name, sources in SOURCES.items()
+        for name, sources in (SOURCES | TESTS).items()
     ]
     + [
         Extension(
@@ -120,6 +121,16 @@ class BuildApart(build_ext):
 
     Otherwise one may be linked with an object that another one is just writing.
     """
+
+    def finalize_options(self):
+        """Leave what is for tests to builds in place, such as that of an editable installation."""
+        place = self.inplace or self.editable_mode
+        self.distribution.ext_modules = [
+            extension for extension in extensions if place or extension.name not in TESTS
+        ]
+        if self.inplace:
+            self.build_lib = "build/in-place"  # no wheel is made of what is there
+        super().finalize_options()
 
     def build_extension(self, ext):
         """Build one extension; threads do this side by side."""

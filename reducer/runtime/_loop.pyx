@@ -4,7 +4,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_AsString
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.errno cimport errno
-from libc.stdint cimport uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 from reducer.failpoints._failpoints cimport arm_table, pass_place
@@ -26,6 +26,17 @@ from reducer.engine._slots cimport (
 )
 from reducer.kernels._kernels cimport CompiledKernels, fold_table
 from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
+from reducer.zmtp.net cimport (
+    ZMTP_DIFFERS,
+    ZMTP_NO_FAULT,
+    ZMTP_UNKNOWN_KEY,
+    ZMTP_WRONG_KEY,
+    connection,
+    message,
+    pair,
+    pair_leave,
+    zmtp_t,
+)
 
 import sys
 import time
@@ -44,36 +55,6 @@ cdef extern from "reducer/engine/slots.h" nogil:
         PLACED
         COMPLETE
         OUT_OF_MEMORY
-
-
-cdef extern from "reducer/zmtp/connection.h" nogil:
-    enum zmtp_fault:
-        ZMTP_DIFFERS
-        ZMTP_WRONG_KEY
-        ZMTP_UNKNOWN_KEY
-        ZMTP_NO_FAULT
-
-    ctypedef struct zmtp_t "struct zmtp":
-        bint ready
-        bint sealed
-        int fault
-        uint8_t peer_key[32]
-
-    struct message:
-        bint foreign
-        unsigned frames
-        unsigned char *header
-        block *payload
-
-    struct pair:
-        pass
-
-    struct connection:
-        pair *pair
-        zmtp_t zmtp
-        message message
-
-    void pair_leave(pair *pair, unsigned side) noexcept
 
 
 cdef extern from "reducer/runtime/loop.h" nogil:

@@ -6,7 +6,6 @@
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "reducer/failpoints/failpoints.h"
@@ -22,13 +21,6 @@ enum {
 
 static const uint64_t LOOK_NS = 1000 * 1000; /* at the sockets, while messages pour in */
 static const uint64_t REST_NS = 100 * 1000 * 1000; /* from what need not be done all the time */
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
 
 /* -- sum ------------------------------------------------------------------------------------- */
 
@@ -141,10 +133,8 @@ bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void 
                size_t nbytes)
 {
     pulse_hold(&loop->pulse);
-    struct block *copy = payload == NULL ? NULL : block_take(&loop->pool, nbytes);
+    struct block *copy = payload == NULL ? NULL : block_copy(&loop->pool, payload, nbytes);
     bool sent = payload == NULL || copy != NULL;
-    if (copy != NULL)
-        memcpy(copy->data, payload, nbytes);
     sent = sent && send_block(loop, peer, header, copy);
     if (copy != NULL)
         block_drop(&loop->pool, copy);

@@ -529,10 +529,9 @@ static bool detach_queued(struct connection *connection, uint64_t sequence)
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         if (next->sequence != sequence || next->block != NULL || next->body_bytes == 0)
             continue;
-        struct block *copy = block_take(connection->pool, next->body_bytes);
+        struct block *copy = block_copy(connection->pool, next->body, next->body_bytes);
         if (copy == NULL)
             return false;
-        memcpy(copy->data, next->body, next->body_bytes);
         next->block = copy;
         next->body = copy->data;
     }

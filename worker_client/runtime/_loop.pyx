@@ -8,6 +8,14 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from reducer.failpoints._failpoints cimport arm_table, pass_place
 from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
+from reducer.zmtp.net cimport (
+    ZMTP_DIFFERS,
+    ZMTP_REFUSED,
+    ZMTP_WRONG_KEY,
+    connection,
+    message,
+    pair,
+)
 from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES
 
 from enum import IntEnum

@@ -5,7 +5,6 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "reducer/failpoints/failpoints.h"
@@ -26,13 +25,6 @@ static const uint64_t PAUSED_NS = 300 * 1000 * 1000; /* that heartbeats are over
 static const uint64_t RECENT_NS = 1000 * 1000 * 1000;
 
 static const uint32_t WAKER = UINT32_MAX; /* in the place of a line's number */
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
 
 /* -- heartbeats ------------------------------------------------------------------------------ */
 
@@ -324,10 +316,9 @@ static bool heed(struct loop *loop)
 static bool send_copy(struct loop *loop, struct connection *connection, const void *header,
                       const void *payload, size_t nbytes)
 {
-    struct block *copy = block_take(&loop->flight->pool, nbytes);
+    struct block *copy = block_copy(&loop->flight->pool, payload, nbytes);
     if (copy == NULL)
         return false;
-    memcpy(copy->data, payload, nbytes);
     bool sent = connection_send(connection, header, copy->data, nbytes, copy, NO_SEQUENCE);
     block_drop(&loop->flight->pool, copy);
     return sent;
