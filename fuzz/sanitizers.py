@@ -55,7 +55,8 @@ THREADED_TESTS = (
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
 )
-_COPIED = ("reducer", "worker_client", "fuzz", "tests", "harness", "hostile", "bench", "lab")
+_COPIED = ("reducer", "worker_client", "fuzz", "tests", "torture")
+_COPIED += ("harness", "hostile", "bench", "lab")
 _COPIED_TOO = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # setup.py reads the others
 
 
@@ -119,7 +120,7 @@ def build(tree: Path, *, threads: bool = False) -> None:
     subprocess.run(command, cwd=tree, env=os.environ | switches, check=True)
     # setup.py goes on without an extension that does not compile: nothing would be tested.
     sources = [
-        path for room in ("reducer", "worker_client") for path in (tree / room).rglob("*.pyx")
+        path for room in ("reducer", "worker_client", "tests") for path in (tree / room).rglob("*.pyx")
     ]
     missing = [path.stem for path in sources if not [*path.parent.glob(f"{path.stem}.*.so")]]
     if missing:

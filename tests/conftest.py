@@ -116,12 +116,13 @@ def check_fast(items):
 
 
 @contextmanager
-def local_pool(number, **options):
-    """`reducer.local_pool` of forks, which start in a third of the time."""
+def local_pool(number, failpoints="", **options):
+    """`reducer.local_pool` of forks, which start in a third of the time, with failpoints if told."""
+    around = ("-m", "torture.failpoints", failpoints) if failpoints else ()
 
     def fork(command, *, text, **streams):
         assert text
-        return Forked(command[1:], {**os.environ, **SETTINGS}, **streams)
+        return Forked([*around, *command[2 if around else 1 :]], {**os.environ, **SETTINGS}, **streams)
 
     forks = SimpleNamespace(
         Popen=fork, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired

@@ -7,7 +7,6 @@ from libc.errno cimport errno
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from reducer.failpoints._failpoints cimport arm_table, pass_place
 from reducer.engine._slots cimport (
     HEADER_BYTES,
     Member,
@@ -468,17 +467,6 @@ cdef class Core:
         counters.closed += self.its.crowded_out
         self.its.contributions = self.its.results = self.its.bytes_in = self.its.bytes_out = 0
         self.its.crowded_out = 0
-
-
-def arm(failpoints):
-    """Arm the table of `loop.c`; see `reducer.failpoints.arm`."""
-    arm_table(failpoints)
-    return hit
-
-
-def hit(place):
-    """Pass a place of that table; whether what is at hand is to be dropped."""
-    return pass_place(place)
 
 
 class Loop(PlainLoop):

@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "reducer/failpoints/failpoints.h"
+#include "reducer/failpoints.h"
 
 enum {
     EVENTS = 256,           /* that one look at the sockets brings */

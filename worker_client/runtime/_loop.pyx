@@ -6,7 +6,6 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from reducer.failpoints._failpoints cimport arm_table, pass_place
 from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
 from reducer.zmtp.net cimport (
     ZMTP_DIFFERS,
@@ -62,17 +61,6 @@ def use_sodium(functions):
     for at, address in enumerate(functions):
         (<void **>&_sodium)[at] = <void *><uintptr_t>address
     curve_use(&_sodium)
-
-
-def arm(failpoints):
-    """Arm the table of `loop.c`; see `reducer.failpoints.arm`."""
-    arm_table(failpoints)
-    return hit
-
-
-def hit(place):
-    """Pass a place of that table; whether what is at hand is to be dropped."""
-    return pass_place(place)
 
 
 @cython.no_gc_clear  # a collector leaves it its flight until its connections have ended
