@@ -61,7 +61,8 @@ SOURCES = {
 }
 # What a checkout has for its tests and its fuzzer, and no wheel: extensions, and failpoints in the
 # loops (torture/failpoints).
-TESTS = {"tests.zmtp._zmtp": ZMTP} if Path("tests").is_dir() else {}
+TESTS = {"tests.zmtp._zmtp": ZMTP, "tests.zmtp._connection": [*ZMTP, "reducer/zmtp/pair.c"]}
+TESTS = TESTS if Path("tests").is_dir() else {}
 FAILPOINTS = [("REDUCTION_FAILPOINTS", None)] if Path("torture").is_dir() else []
 HEADERS = [
     str(path)
@@ -77,7 +78,7 @@ extensions = cythonize(
         Extension(
             name,
             sources=[f"{name.replace('.', '/')}.pyx", *sources],
-            depends=HEADERS,
+            depends=HEADERS + (ENGINE if name in TESTS else []),  # one of them includes another
             include_dirs=["."],
             libraries=["m"],
             py_limited_api=ABI3,

@@ -20,6 +20,41 @@ enum {
     COPIED = 64 << 10            /* bytes from the other end of a pair, while that cannot queue more */
 };
 
+/* What may happen to a connection. */
+enum occurrence {
+    CONNECTED, /* TCP's handshake is done */
+    READY,     /* ZMTP's is */
+    DETACHED,  /* the socket of a resumable one has come to its end */
+    RESUMED,   /* it has another socket */
+    BROKEN,    /* nothing can be sent any more, or is to be */
+    ENDED,     /* nothing is read any more */
+    OCCURRENCES
+};
+
+/* The states that follow. What says nothing of a state leaves it as it is. */
+static const enum connection_state transitions[CLOSED + 1][OCCURRENCES] = {
+    /*             CONNECTED  READY      DETACHED    RESUMED     BROKEN   ENDED */
+    [CONNECTING] = {HANDSHAKE, OPEN,      CONNECTING, CONNECTING, CLOSING, CLOSED},
+    [HANDSHAKE]  = {HANDSHAKE, OPEN,      HANDSHAKE,  HANDSHAKE,  CLOSING, CLOSED},
+    [OPEN]       = {OPEN,      OPEN,      SUSPENDED,  OPEN,       CLOSING, CLOSED},
+    [SUSPENDED]  = {SUSPENDED, SUSPENDED, SUSPENDED,  OPEN,       CLOSING, CLOSED},
+    [CLOSING]    = {CLOSING,   CLOSING,   CLOSING,    CLOSING,    CLOSING, CLOSED},
+    [CLOSED]     = {CLOSED,    CLOSED,    CLOSED,     CLOSED,     CLOSED,  CLOSED},
+};
+
+static void occur(struct connection *connection, enum occurrence occurrence)
+{
+    connection->state = transitions[connection->state][occurrence];
+    if (connection->state <= OPEN)
+        connection->reached = connection->state;
+}
+
+/* Whether what is queued can be sent now. */
+static bool can_send(const struct connection *connection)
+{
+    return connection->state == HANDSHAKE || connection->state == OPEN;
+}
+
 /* What another thread may read meanwhile, if this is an end of a pair. */
 static void hold(const struct connection *connection)
 {
@@ -41,11 +76,12 @@ bool connection_init(struct connection *connection, int fd, bool server,
     connection->fd = fd;
     connection->pool = pool;
     connection->most_bytes = max_frame_bytes;
-    connection->connected = server;
     connection->mask = 15;
     connection->queue = calloc(connection->mask + 1, sizeof *connection->queue);
     if (connection->queue == NULL)
         return false;
+    if (server)
+        occur(connection, CONNECTED);
     if (zmtp_init(&connection->zmtp, server, keys, max_frame_bytes))
         return true;
     free(connection->queue);
@@ -97,6 +133,11 @@ void connection_next(struct connection *connection)
 {
     if (connection->message.payload != NULL)
         block_drop(connection->pool, connection->message.payload);
+    connection_hand_over(connection);
+}
+
+void connection_hand_over(struct connection *connection)
+{
     connection->message.payload = NULL;
     connection->message.frames = 0;
     connection->message.placed_bytes = 0;
@@ -107,8 +148,24 @@ void connection_join(struct connection *connection, struct pair *pair, unsigned 
 {
     connection->pair = pair;
     connection->side = side;
-    connection->connected = connection->writable = true;
+    connection->writable = true;
+    occur(connection, CONNECTED);
     pair_join(pair, side, connection);
+}
+
+void connection_place(struct connection *connection,
+                      unsigned char *(*place)(void *owner, uint32_t number,
+                                              const unsigned char *header, size_t nbytes),
+                      void *owner, uint32_t number)
+{
+    connection->place = place;
+    connection->owner = owner;
+    connection->number = number;
+}
+
+void connection_limit(struct connection *connection, uint64_t most_bytes)
+{
+    connection->most_bytes = most_bytes;
 }
 
 void connection_free(struct connection *connection)
@@ -177,7 +234,7 @@ static bool send_sealed(struct connection *connection, struct outgoing *added, c
 static bool queue_message(struct connection *connection, const void *header, const void *payload,
                           size_t nbytes, struct block *block, uint64_t sequence)
 {
-    struct outgoing *added = connection->broken ? NULL : append(connection);
+    struct outgoing *added = connection->state >= CLOSING ? NULL : append(connection);
     if (added == NULL)
         return false;
     if (connection->zmtp.sealed) {
@@ -233,7 +290,7 @@ static bool send_reply(struct connection *connection)
     size_t nbytes = zmtp->reply_bytes;
     zmtp->reply_bytes = 0;
     /* PONGs, which a peer that reads none may ask for without end; what waits is heard as well. */
-    if (zmtp->ready && (connection->muted || unsent(connection) > PENDING_BYTES))
+    if (zmtp->ready && (connection->bond == LENDING || unsent(connection) > PENDING_BYTES))
         return true;
     return send_bytes(connection, zmtp->reply, nbytes);
 }
@@ -249,16 +306,34 @@ static void gather(struct iovec *places, int *count, const unsigned char *from, 
     *skip = 0;
 }
 
+void connection_look(struct connection *connection)
+{
+    if (connection->readable == INPUT_NONE)
+        connection->readable = INPUT_SOME;
+}
+
+/* As connection_break, but for the queue, whose blocks are of the connection's own thread. */
+static void break_off(struct connection *connection, int error)
+{
+    occur(connection, BROKEN);
+    connection_look(connection);
+    connection->error = error;
+}
+
 void connection_break(struct connection *connection, int error)
 {
-    if (connection->broken)
+    if (connection->state >= CLOSING)
         return;
-    connection->broken = connection->readable = true;
-    connection->error = error;
+    break_off(connection, error);
     hold(connection);
     while (connection->count > 0)
         drop_first(connection);
     release(connection);
+}
+
+void connection_refuse(struct connection *connection)
+{
+    occur(connection, ENDED);
 }
 
 /* Bytes that were sent, and that the peer's kernel has not acknowledged. */
@@ -270,15 +345,20 @@ static uint64_t unacknowledged(const struct connection *connection)
     return (uint64_t)nbytes;
 }
 
-/* Drops what was sent; of a kept connection, what the peer's kernel has. That is asked when twice as
+/* Whether the socket takes nothing more, and tells nothing of what it has taken. */
+static bool has_lost_its_socket(const struct connection *connection)
+{
+    return connection->state >= SUSPENDED ||
+           (connection->bond == RESUMABLE && connection->readable == INPUT_TO_END);
+}
+
+/* Drops what was sent; of a resumable connection, what the peer's kernel has. That is asked when twice as
  * much was sent as it had left: so the cost of asking does not grow with what is on its way. */
 static void drop_sent(struct connection *connection)
 {
     size_t kept = 0;
-    if (connection->kept && connection->count > 0) {
-        if (connection->suspended || connection->hung_up)
-            return; /* its socket tells nothing any more */
-        if (connection->sent < connection->ask_bytes)
+    if (connection->bond == RESUMABLE && connection->count > 0) {
+        if (has_lost_its_socket(connection) || connection->sent < connection->ask_bytes)
             return;
         kept = (size_t)unacknowledged(connection);
     }
@@ -290,13 +370,13 @@ static void drop_sent(struct connection *connection)
 /* Takes note that the kernel sends nothing more; what has come may still be read. */
 static void lose(struct connection *connection, int error)
 {
-    if (!connection->kept) {
+    if (connection->bond != RESUMABLE) {
         connection_break(connection, error);
         return;
     }
     shutdown(connection->fd, SHUT_RDWR); /* if it is there still, reading comes to its end */
     connection->writable = false;
-    connection->readable = connection->hung_up = true;
+    connection->readable = INPUT_TO_END;
 }
 
 /* Where the first messages are that have not been sent. */
@@ -388,7 +468,7 @@ static bool push(struct connection *connection)
 
 void connection_flush(struct connection *connection)
 {
-    if (connection->broken || connection->suspended || !connection->connected)
+    if (!can_send(connection))
         return;
     hold(connection);
     drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
@@ -411,10 +491,8 @@ void connection_flush(struct connection *connection)
 void connection_beat(struct connection *connection)
 {
     uint8_t bytes[64];
-    if (!connection->zmtp.ready || connection->broken || connection->pair != NULL)
+    if (connection->state != OPEN || connection->bond == LENDING || connection->pair != NULL)
         return; /* a pair has one process, and needs no sign of life */
-    if (connection->suspended || connection->muted)
-        return;
     bool heard = connection->bytes_written != connection->beaten;
     connection->beaten = connection->bytes_written;
     /* What beats have sent is in the queue until the next flush, which may be long after. */
@@ -424,12 +502,10 @@ void connection_beat(struct connection *connection)
     if (nothing_waits)
         send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
     push(connection); /* whatever `writable` says: perhaps nobody has polled for as long */
-    if (errno != 0 && connection->kept) {
+    if (errno != 0 && connection->bond == RESUMABLE)
         lose(connection, errno);
-    } else if (errno != 0) {
-        connection->error = errno;
-        connection->broken = connection->readable = true;
-    }
+    else if (errno != 0)
+        break_off(connection, errno);
 }
 
 static ssize_t read_some(struct connection *connection, struct iovec *places, int count)
@@ -442,7 +518,7 @@ static ssize_t read_some(struct connection *connection, struct iovec *places, in
 bool connection_drain(struct connection *connection)
 {
     unsigned char unread[4096];
-    if (connection->suspended)
+    if (connection->state == SUSPENDED)
         return false;
     connection_flush(connection);
     hold(connection);
@@ -456,8 +532,7 @@ bool connection_drain(struct connection *connection)
     }
     if (connection->pair != NULL && pair_is_deserted(connection->pair, connection->side))
         return false;
-    bool lost = connection->kept && connection->hung_up;
-    return connection->zmtp.ready && !connection->broken && !lost &&
+    return connection->state == OPEN && !has_lost_its_socket(connection) &&
            connection_unsent(connection) > 0;
 }
 
@@ -465,20 +540,26 @@ bool connection_drain(struct connection *connection)
 
 void connection_keep(struct connection *connection)
 {
-    connection->kept = connection->pair == NULL;
+    if (connection->pair == NULL && connection->state == OPEN)
+        connection->bond = RESUMABLE;
+}
+
+void connection_lend(struct connection *connection)
+{
+    connection->bond = LENDING;
 }
 
 bool connection_can_go_on(const struct connection *connection, uint64_t from)
 {
     uint64_t dropped = connection->bytes_written - connection->sent;
-    return connection->kept && !connection->broken && !connection->refused &&
+    return connection->bond == RESUMABLE && connection->state < CLOSING &&
            connection->at == connection->end && from >= dropped && from <= connection->bytes_written;
 }
 
 bool connection_is_between(const struct connection *connection)
 {
-    return connection->zmtp.ready && !connection->broken && connection->zmtp.kept == 0 &&
-           !connection->in_frame && connection->message.frames == 0 && connection->count == 0;
+    return connection->state == OPEN && connection->zmtp.kept == 0 && !connection->in_frame &&
+           connection->message.frames == 0 && connection->count == 0;
 }
 
 bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from)
@@ -496,11 +577,11 @@ bool connection_splice(struct connection *connection, struct connection *fresh, 
     connection->sent_whole = connection->ask_bytes = 0;
     pass_whole(connection);
     connection->bytes_written = connection->beaten = from;
-    connection->hung_up = fresh->hung_up;
-    connection->readable = connection->writable = true;
-    connection->suspended = false;
+    connection->readable = fresh->readable == INPUT_TO_END ? INPUT_TO_END : INPUT_SOME;
+    connection->writable = true;
     connection->low_water = 0;
-    fresh->muted = fresh->broken = true;
+    occur(connection, RESUMED);
+    occur(fresh, ENDED);
     return true;
 }
 
@@ -514,7 +595,7 @@ static bool displace(struct connection *connection, uint64_t sequence)
         return true;
     connection->body = block_take(connection->pool, message->placed_bytes);
     if (connection->body == NULL) {
-        connection->refused = true; /* nothing more is read */
+        occur(connection, ENDED);
         return false;
     }
     memset(connection->body->data, 0, message->placed_bytes);
@@ -663,8 +744,10 @@ static enum connection_event consume(struct connection *connection)
         connection->at = (size_t)(at - connection->in);
         if (event == ZMTP_ADMIT)
             return CONNECTION_ADMIT;
-        if (event == ZMTP_READY)
+        if (event == ZMTP_READY) {
+            occur(connection, READY);
             return CONNECTION_READY;
+        }
         if (event == ZMTP_FAILED || (event == ZMTP_FRAME && !begin_frame(connection)))
             return CONNECTION_ENDED;
     }
@@ -682,52 +765,56 @@ static size_t ahead(const struct connection *connection)
 
 void connection_note(struct connection *connection, uint32_t events)
 {
-    if (connection->suspended)
+    if (connection->state == SUSPENDED)
         return;
     /* The end of an attempt to connect, which has failed if there is an error, too. */
-    if (events & EPOLLOUT && (connection->connected || !(events & EPOLLERR))) {
-        connection->connected = connection->writable = true;
+    if (events & EPOLLOUT && (connection->state != CONNECTING || !(events & EPOLLERR))) {
+        occur(connection, CONNECTED);
+        connection->writable = true;
         connection_flush(connection);
     }
     if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))
-        connection->hung_up = true;
-    if (events & ~(uint32_t)EPOLLOUT)
-        connection->readable = true;
+        connection->readable = INPUT_TO_END;
+    else if (events & ~(uint32_t)EPOLLOUT)
+        connection_look(connection);
 }
 
 /* Waits for another socket. */
 static enum connection_event suspend(struct connection *connection)
 {
-    connection->suspended = true;
-    connection->readable = connection->writable = false;
+    occur(connection, DETACHED);
+    connection->readable = INPUT_NONE;
+    connection->writable = false;
     /* What is sealed from now on comes after what the codec has sealed to reply. */
-    if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
-        connection_break(connection, ENOMEM);
-    return CONNECTION_SUSPENDED;
+    if (connection->zmtp.reply_bytes == 0 || send_reply(connection))
+        return CONNECTION_SUSPENDED;
+    connection_break(connection, ENOMEM);
+    occur(connection, ENDED);
+    return CONNECTION_ENDED;
 }
 
 enum connection_event connection_read(struct connection *connection)
 {
-    if (connection->refused)
-        connection->ended = connection->broken = true;
-    if (connection->ended)
+    if (connection->state == CLOSED)
         return CONNECTION_ENDED;
-    if (connection->suspended && !connection->broken) {
-        connection->readable = false;
+    if (connection->state == SUSPENDED) {
+        connection->readable = INPUT_NONE;
         return CONNECTION_IDLE;
     }
     for (int reads = 0;; reads++) {
         enum connection_event event = consume(connection);
         if (event == CONNECTION_ENDED) {
             connection_flush(connection); /* it may say why */
-            connection->ended = connection->broken = true;
+            occur(connection, ENDED);
         }
         if (event != CONNECTION_IDLE)
             return event;
         connection->at = connection->end = 0;
-        if (!connection->readable) {
-            connection->ended = connection->broken;
-            return connection->ended ? CONNECTION_ENDED : CONNECTION_IDLE;
+        if (connection->readable == INPUT_NONE && connection->state < CLOSING)
+            return CONNECTION_IDLE;
+        if (connection->readable == INPUT_NONE) {
+            occur(connection, ENDED);
+            return CONNECTION_ENDED;
         }
         if (reads >= READS)
             return CONNECTION_BUSY;
@@ -741,24 +828,39 @@ enum connection_event connection_read(struct connection *connection)
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0 && errno == EAGAIN) {
-            connection->readable = false;
+            connection->readable = INPUT_NONE;
             continue;
         }
-        if (got <= 0 && connection->kept && !connection->broken)
+        if (got <= 0 && connection->bond == RESUMABLE && connection->state == OPEN)
             return suspend(connection);
         if (got <= 0) {
             connection_break(connection, got < 0 ? errno : 0);
-            connection->ended = true;
+            occur(connection, ENDED);
             return CONNECTION_ENDED;
         }
         connection->bytes_read += (uint64_t)got;
-        if ((size_t)got < asked && !connection->hung_up)
-            connection->readable = false; /* that was all; the poll tells of more */
+        if ((size_t)got < asked && connection->readable == INPUT_SOME)
+            connection->readable = INPUT_NONE; /* that was all; the poll tells of more */
         size_t part = (size_t)got < connection->left ? (size_t)got : connection->left;
         connection->into += part;
         connection->left -= part;
         connection->end = (size_t)got - part;
     }
+}
+
+void connection_admit(struct connection *connection, bool admitted)
+{
+    enum zmtp_event event = zmtp_admit(&connection->zmtp, admitted);
+    if (event == ZMTP_READY)
+        occur(connection, READY);
+    connection_flush(connection); /* it may say why */
+    if (event == ZMTP_FAILED)
+        occur(connection, ENDED);
+}
+
+void connection_await_rest(struct connection *connection)
+{
+    connection_await(connection, connection->in_frame && connection->large ? connection->left : 0);
 }
 
 void connection_await(struct connection *connection, size_t nbytes)
@@ -769,10 +871,10 @@ void connection_await(struct connection *connection, size_t nbytes)
         return;
     hold(connection);
     connection->low_water = bytes;
-    if (connection->pair != NULL)
-        connection->readable |= pair_has_enough(connection->pair, connection->side);
-    else
+    if (connection->pair == NULL)
         setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+    else if (pair_has_enough(connection->pair, connection->side))
+        connection_look(connection);
     release(connection);
 }
 
@@ -787,8 +889,9 @@ static uint64_t unread(const struct connection *connection)
 
 uint64_t connection_backlog(const struct connection *connection)
 {
-    bool gone = connection->suspended || (connection->kept && connection->hung_up);
-    return gone ? UINT64_MAX : connection_unsent(connection) + unacknowledged(connection);
+    if (has_lost_its_socket(connection))
+        return UINT64_MAX;
+    return connection_unsent(connection) + unacknowledged(connection);
 }
 
 uint64_t connection_came(const struct connection *connection)
@@ -799,7 +902,8 @@ uint64_t connection_came(const struct connection *connection)
 bool connection_awaits(const struct connection *connection)
 {
     uint64_t least = connection->low_water > 0 ? (uint64_t)connection->low_water : 1;
-    return !connection->broken && (connection->readable || unread(connection) >= least);
+    return connection->state < CLOSING &&
+           (connection->readable != INPUT_NONE || unread(connection) >= least);
 }
 
 size_t connection_partial(const struct connection *connection)

@@ -51,12 +51,21 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
     struct pair:
         pass
 
+    enum connection_state:
+        CONNECTING
+        HANDSHAKE
+        OPEN
+        SUSPENDED
+        CLOSING
+        CLOSED
+
     struct connection:
         pair *pair
         int error
-        bint connected, ended, suspended, in_frame
+        connection_state state, reached
+        bint in_frame
         zmtp_t zmtp
         message message
-        uint64_t bytes_read
+        uint64_t bytes_read, bytes_written
 
     void pair_leave(pair *pair, unsigned side) noexcept

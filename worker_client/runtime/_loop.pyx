@@ -8,6 +8,9 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
 from reducer.zmtp.net cimport (
+    CONNECTING,
+    OPEN,
+    SUSPENDED,
     ZMTP_DIFFERS,
     ZMTP_REFUSED,
     ZMTP_WRONG_KEY,
@@ -34,7 +37,7 @@ class Change(NamedTuple):
 
     Attributes:
         line: which it is.
-        ready: its handshake is done, and it has not ended.
+        ready: its handshake is done, and it can be used.
         suspended: it is kept, and its socket has broken.
         shook: its handshake had been done when it ended.
         error: errno of the call that has failed, 0 if none has.
@@ -180,7 +183,7 @@ cdef class Loop:
     def connected(self, line):
         """Whether TCP's handshake is done."""
         cdef connection *its = self.its.line[self.check(line)].connection
-        return its != NULL and its.connected
+        return its != NULL and its.reached != CONNECTING
 
     def paused_s(self):
         """Return for how many seconds the process did not run before it ran again, within the last
@@ -237,8 +240,8 @@ cdef class Loop:
                 continue
             self.its.line[line].changed = False
             return Change(
-                line, its.zmtp.ready and not its.ended, its.suspended and not its.ended,
-                its.zmtp.ready, its.error, its.zmtp.fault,
+                line, its.state == OPEN, its.state == SUSPENDED, its.zmtp.ready,
+                its.error, its.zmtp.fault,
                 its.zmtp.peer_mechanism.decode("ascii", "replace"),
                 its.zmtp.reason.decode("ascii", "replace"),
             )
