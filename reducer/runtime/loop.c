@@ -303,7 +303,7 @@ struct pair *loop_meet(struct loop *loop)
     if (pair == NULL)
         return NULL;
     pulse_hold(&loop->pulse);
-    bool welcomed = welcome(loop, pair->fd[0], pair, now_ns());
+    bool welcomed = welcome(loop, pair->end[0].fd, pair, now_ns());
     pulse_release(&loop->pulse);
     if (welcomed)
         return pair;

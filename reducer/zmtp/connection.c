@@ -16,8 +16,7 @@ enum {
     PENDING_BYTES = 1 << 10,     /* a peer that asks on without reading is answered no more */
     FRAMES = 16,                 /* of a message; what is behind the second is dropped */
     READS = 16,                  /* without an event: a flood of PINGs has none, nor has an end */
-    UNREAD = 256,                /* reads at the end, so that no peer goes on for ever */
-    COPIED = 64 << 10            /* bytes from the other end of a pair, while that cannot queue more */
+    UNREAD = 256                 /* reads at the end, so that no peer goes on for ever */
 };
 
 /* What may happen to a connection. */
@@ -53,19 +52,6 @@ static void occur(struct connection *connection, enum occurrence occurrence)
 static bool can_send(const struct connection *connection)
 {
     return connection->state == HANDSHAKE || connection->state == OPEN;
-}
-
-/* What another thread may read meanwhile, if this is an end of a pair. */
-static void hold(const struct connection *connection)
-{
-    if (connection->pair != NULL)
-        pthread_mutex_lock(&connection->pair->lock);
-}
-
-static void release(const struct connection *connection)
-{
-    if (connection->pair != NULL)
-        pthread_mutex_unlock(&connection->pair->lock);
 }
 
 bool connection_init(struct connection *connection, int fd, bool server,
@@ -115,18 +101,9 @@ static void drop_first(struct connection *connection)
     connection->count--;
 }
 
-/* With the lock of a pair. */
-static uint64_t unsent(const struct connection *connection)
-{
-    return connection->bytes_queued - connection->sent;
-}
-
 uint64_t connection_unsent(const struct connection *connection)
 {
-    hold(connection);
-    uint64_t nbytes = unsent(connection);
-    release(connection);
-    return nbytes;
+    return connection->bytes_queued - connection->sent;
 }
 
 void connection_next(struct connection *connection)
@@ -150,7 +127,6 @@ void connection_join(struct connection *connection, struct pair *pair, unsigned 
     connection->side = side;
     connection->writable = true;
     occur(connection, CONNECTED);
-    pair_join(pair, side, connection);
 }
 
 void connection_place(struct connection *connection,
@@ -187,9 +163,37 @@ void connection_free(struct connection *connection)
 
 /* -- send ------------------------------------------------------------------------------------ */
 
+/* Finds the first message that is not sent as a whole, from `sent_part` bytes behind the others on. */
+static void pass_whole(struct connection *connection)
+{
+    for (; connection->sent_whole < connection->count; connection->sent_whole++) {
+        size_t at = connection->first + connection->sent_whole;
+        size_t nbytes = whole_bytes(&connection->queue[at & connection->mask]);
+        if (connection->sent_part < nbytes)
+            return;
+        connection->sent_part -= nbytes;
+    }
+}
+
+static void count_sent(struct connection *connection, size_t nbytes)
+{
+    connection->bytes_written += nbytes;
+    connection->sent += nbytes;
+    connection->sent_part += nbytes;
+    pass_whole(connection);
+}
+
+/* Has nobody else read from the queue, of which the other end of a pair may have read some. */
+static void withdraw(struct connection *connection)
+{
+    if (connection->pair != NULL)
+        count_sent(connection, pair_withdraw(connection->pair, connection->side));
+}
+
 static struct outgoing *append(struct connection *connection)
 {
     if (connection->count > connection->mask) {
+        withdraw(connection);
         size_t mask = 2 * connection->mask + 1;
         struct outgoing *larger = calloc(mask + 1, sizeof *larger);
         if (larger == NULL)
@@ -231,8 +235,8 @@ static bool send_sealed(struct connection *connection, struct outgoing *added, c
     return true;
 }
 
-static bool queue_message(struct connection *connection, const void *header, const void *payload,
-                          size_t nbytes, struct block *block, uint64_t sequence)
+bool connection_send(struct connection *connection, const void *header, const void *payload,
+                     size_t nbytes, struct block *block, uint64_t sequence)
 {
     struct outgoing *added = connection->state >= CLOSING ? NULL : append(connection);
     if (added == NULL)
@@ -255,15 +259,6 @@ static bool queue_message(struct connection *connection, const void *header, con
     added->block = block == NULL ? NULL : block_share(block);
     commit(connection, added);
     return true;
-}
-
-bool connection_send(struct connection *connection, const void *header, const void *payload,
-                     size_t nbytes, struct block *block, uint64_t sequence)
-{
-    hold(connection);
-    bool queued = queue_message(connection, header, payload, nbytes, block, sequence);
-    release(connection);
-    return queued;
 }
 
 /* Queues bytes as they are. */
@@ -290,7 +285,8 @@ static bool send_reply(struct connection *connection)
     size_t nbytes = zmtp->reply_bytes;
     zmtp->reply_bytes = 0;
     /* PONGs, which a peer that reads none may ask for without end; what waits is heard as well. */
-    if (zmtp->ready && (connection->bond == LENDING || unsent(connection) > PENDING_BYTES))
+    if (zmtp->ready &&
+        (connection->bond == LENDING || connection_unsent(connection) > PENDING_BYTES))
         return true;
     return send_bytes(connection, zmtp->reply, nbytes);
 }
@@ -325,10 +321,9 @@ void connection_break(struct connection *connection, int error)
     if (connection->state >= CLOSING)
         return;
     break_off(connection, error);
-    hold(connection);
+    withdraw(connection);
     while (connection->count > 0)
         drop_first(connection);
-    release(connection);
 }
 
 void connection_refuse(struct connection *connection)
@@ -379,12 +374,12 @@ static void lose(struct connection *connection, int error)
     connection->readable = INPUT_TO_END;
 }
 
-/* Where the first messages are that have not been sent. */
-static int gather_all(const struct connection *connection, struct iovec *places)
+/* Where the first messages are that have not been sent, in so many places at most. */
+static int gather_all(const struct connection *connection, struct iovec *places, int most)
 {
     int count = 0;
     size_t skip = connection->sent_part;
-    for (size_t at = connection->sent_whole; at < connection->count && count < 2 * GATHERED - 1; at++) {
+    for (size_t at = connection->sent_whole; at < connection->count && count < most - 1; at++) {
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         gather(places, &count, next->head, next->head_bytes, &skip);
         gather(places, &count, next->body, next->body_bytes, &skip);
@@ -392,60 +387,19 @@ static int gather_all(const struct connection *connection, struct iovec *places)
     return count;
 }
 
-/* Finds the first message that is not sent as a whole, from `sent_part` bytes behind the others on. */
-static void pass_whole(struct connection *connection)
-{
-    for (; connection->sent_whole < connection->count; connection->sent_whole++) {
-        size_t at = connection->first + connection->sent_whole;
-        size_t nbytes = whole_bytes(&connection->queue[at & connection->mask]);
-        if (connection->sent_part < nbytes)
-            return;
-        connection->sent_part -= nbytes;
-    }
-}
-
-static void count_sent(struct connection *connection, size_t nbytes)
-{
-    connection->bytes_written += nbytes;
-    connection->sent += nbytes;
-    connection->sent_part += nbytes;
-    pass_whole(connection);
-}
-
-static void advance(struct iovec **places, int *count, size_t nbytes)
-{
-    (*places)->iov_base = (unsigned char *)(*places)->iov_base + nbytes;
-    (*places)->iov_len -= nbytes;
-    if ((*places)->iov_len == 0) {
-        (*places)++;
-        (*count)--;
-    }
-}
-
-size_t connection_take(struct connection *connection, struct iovec **places, int *count)
-{
-    struct iovec queued[2 * GATHERED], *next = queued;
-    int left = gather_all(connection, queued);
-    size_t copied = 0;
-    while (left > 0 && *count > 0 && copied < COPIED) {
-        size_t nbytes = next->iov_len < (*places)->iov_len ? next->iov_len : (*places)->iov_len;
-        if (nbytes > COPIED - copied)
-            nbytes = COPIED - copied;
-        memcpy((*places)->iov_base, next->iov_base, nbytes);
-        advance(&next, &left, nbytes);
-        advance(places, count, nbytes);
-        copied += nbytes;
-    }
-    count_sent(connection, copied);
-    return copied;
-}
-
-/* Gives the kernel what it takes of the first messages. Returns whether it may take more; sets errno
- * to 0 unless it refused. */
+/* Gives the kernel what it takes of the first messages, or offers them to the other end of a pair.
+ * Returns whether more may be taken at once; sets errno to 0 unless nothing will be any more. */
 static bool push(struct connection *connection)
 {
-    struct iovec places[2 * GATHERED];
-    int count = gather_all(connection, places);
+    struct iovec places[PAIR_PARTS];
+    int most = connection->pair == NULL ? 2 * GATHERED : PAIR_PARTS;
+    withdraw(connection);
+    int count = gather_all(connection, places, most);
+    if (connection->pair != NULL) {
+        bool more = count >= most - 1;
+        errno = pair_offer(connection->pair, connection->side, places, count, more) ? 0 : EPIPE;
+        return false;
+    }
     size_t asked = 0;
     for (int at = 0; at < count; at++)
         asked += places[at].iov_len;
@@ -470,16 +424,12 @@ void connection_flush(struct connection *connection)
 {
     if (!can_send(connection))
         return;
-    hold(connection);
-    drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
-    bool replied = connection->zmtp.reply_bytes == 0 || send_reply(connection);
-    if (connection->pair != NULL)
-        pair_wake_other(connection->pair, connection->side, false);
-    release(connection);
-    if (!replied)
+    drop_sent(connection); /* what a beat has sent */
+    if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
         connection_break(connection, ENOMEM);
-    while (connection->pair == NULL && connection->writable && connection_unsent(connection) > 0) {
-        push(connection);
+    bool more = connection->writable;
+    while (more && connection_unsent(connection) > 0) {
+        more = push(connection);
         if (errno != 0) {
             lose(connection, errno);
             return;
@@ -520,18 +470,14 @@ bool connection_drain(struct connection *connection)
     unsigned char unread[4096];
     if (connection->state == SUSPENDED)
         return false;
-    connection_flush(connection);
-    hold(connection);
     if (connection->pair != NULL)
-        pair_wake_other(connection->pair, connection->side, true);
-    release(connection);
+        pair_await(connection->pair, !connection->side, 0); /* little is enough now */
+    connection_flush(connection);
     for (int reads = 0; reads < UNREAD; reads++) {
         struct iovec place = {unread, sizeof unread};
         if (read_some(connection, &place, 1) <= 0)
             break;
     }
-    if (connection->pair != NULL && pair_is_deserted(connection->pair, connection->side))
-        return false;
     return connection->state == OPEN && !has_lost_its_socket(connection) &&
            connection_unsent(connection) > 0;
 }
@@ -623,11 +569,12 @@ bool connection_detach(struct connection *connection, uint64_t sequence)
 {
     if (!displace(connection, sequence))
         return false;
-    hold(connection);
+    withdraw(connection);
     connection->ask_bytes = 0;
     drop_sent(connection);
     bool detached = detach_queued(connection, sequence);
-    release(connection);
+    if (connection->pair != NULL)
+        connection_flush(connection);
     return detached;
 }
 
@@ -869,22 +816,18 @@ void connection_await(struct connection *connection, size_t nbytes)
     int least = bytes > 0 ? bytes : 1;
     if (connection->low_water == bytes)
         return;
-    hold(connection);
     connection->low_water = bytes;
     if (connection->pair == NULL)
         setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
-    else if (pair_has_enough(connection->pair, connection->side))
+    else if (pair_await(connection->pair, connection->side, (size_t)bytes))
         connection_look(connection);
-    release(connection);
 }
 
 /* Bytes that the kernel holds. */
 static uint64_t unread(const struct connection *connection)
 {
     int nbytes = 0;
-    if (connection->pair != NULL || ioctl(connection->fd, FIONREAD, &nbytes) < 0)
-        return 0;
-    return (uint64_t)nbytes;
+    return ioctl(connection->fd, FIONREAD, &nbytes) < 0 ? 0 : (uint64_t)nbytes; /* a pair has none */
 }
 
 uint64_t connection_backlog(const struct connection *connection)

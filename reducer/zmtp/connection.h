@@ -169,10 +169,6 @@ void connection_break(struct connection *connection, int error);
 /* Has it end at the next read: nothing more is heard from the peer. */
 void connection_refuse(struct connection *connection);
 
-/* Copies some of what is queued, which has it sent, to where the other end of a pair reads; both
- * arguments move on. To be called with the pair's lock. */
-size_t connection_take(struct connection *connection, struct iovec **places, int *count);
-
 /* Makes an open connection resumable. A pair, which cannot break, stays as it is. */
 void connection_keep(struct connection *connection);
 /* Says nothing more over the socket by itself: what is sent there after this is another connection's. */

@@ -229,7 +229,7 @@ bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys
 
 bool loop_join(struct loop *loop, uint32_t line, struct pair *pair)
 {
-    if (open_connection(loop, line, pair->fd[1], pair, NULL))
+    if (open_connection(loop, line, pair->end[1].fd, pair, NULL))
         return true;
     int error = errno;
     pair_leave(pair, 1);
