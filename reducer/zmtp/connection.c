@@ -726,6 +726,12 @@ void connection_note(struct connection *connection, uint32_t events)
         connection_look(connection);
 }
 
+static enum connection_event end(struct connection *connection)
+{
+    occur(connection, ENDED);
+    return CONNECTION_ENDED;
+}
+
 /* Waits for another socket. */
 static enum connection_event suspend(struct connection *connection)
 {
@@ -736,8 +742,7 @@ static enum connection_event suspend(struct connection *connection)
     if (connection->zmtp.reply_bytes == 0 || send_reply(connection))
         return CONNECTION_SUSPENDED;
     connection_break(connection, ENOMEM);
-    occur(connection, ENDED);
-    return CONNECTION_ENDED;
+    return end(connection);
 }
 
 enum connection_event connection_read(struct connection *connection)
@@ -752,17 +757,13 @@ enum connection_event connection_read(struct connection *connection)
         enum connection_event event = consume(connection);
         if (event == CONNECTION_ENDED) {
             connection_flush(connection); /* it may say why */
-            occur(connection, ENDED);
+            return end(connection);
         }
         if (event != CONNECTION_IDLE)
             return event;
         connection->at = connection->end = 0;
-        if (connection->readable == INPUT_NONE && connection->state < CLOSING)
-            return CONNECTION_IDLE;
-        if (connection->readable == INPUT_NONE) {
-            occur(connection, ENDED);
-            return CONNECTION_ENDED;
-        }
+        if (connection->readable == INPUT_NONE)
+            return connection->state < CLOSING ? CONNECTION_IDLE : end(connection);
         if (reads >= READS)
             return CONNECTION_BUSY;
         struct iovec places[2] = {
@@ -782,8 +783,7 @@ enum connection_event connection_read(struct connection *connection)
             return suspend(connection);
         if (got <= 0) {
             connection_break(connection, got < 0 ? errno : 0);
-            occur(connection, ENDED);
-            return CONNECTION_ENDED;
+            return end(connection);
         }
         connection->bytes_read += (uint64_t)got;
         if ((size_t)got < asked && connection->readable == INPUT_SOME)
