@@ -42,11 +42,10 @@ class Reducer:
         stderr: IO[bytes] | None = None,
         failpoints: str = "",
     ) -> None:
-        around = ["torture.failpoints", failpoints] if failpoints else []
-        serve = [sys.executable, "-m", *around, "reducer", "serve", "--insecure"]
-        serve += ["--log-level", "warning"]
+        serve = ["-m", "torture.failpoints", failpoints] if failpoints else ["-m"]
+        serve += ["reducer", "serve", "--insecure", "--log-level", "warning"]
         self.process = host.start(
-            [*serve, "--bind", f"tcp://{host.address}:{port}", *options],
+            [sys.executable, *serve, "--bind", f"tcp://{host.address}:{port}", *options],
             env={"PYTHONPATH": str(root), "PYTHONFAULTHANDLER": "1", **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=stderr,

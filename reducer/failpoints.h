@@ -9,13 +9,10 @@
 #include <stdbool.h>
 
 static const bool failpoints_armed = false;
-
-/* Whether what is at hand is to be dropped. */
 static inline bool nothing_is_dropped(void)
 {
     return false;
 }
-
 #define failpoint(place) nothing_is_dropped()
 #define failpoint_message(place, frame, nbytes, type) nothing_is_dropped()
 #endif

@@ -117,12 +117,14 @@ def check_fast(items):
 
 @contextmanager
 def local_pool(number, failpoints="", **options):
-    """`reducer.local_pool` of forks, which start in a third of the time, with failpoints if told."""
-    around = ("-m", "torture.failpoints", failpoints) if failpoints else ()
+    """`reducer.local_pool` of forks, which start in a third of the time, perhaps with failpoints."""
 
     def fork(command, *, text, **streams):
         assert text
-        return Forked([*around, *command[2 if around else 1 :]], {**os.environ, **SETTINGS}, **streams)
+        command = command[1:]
+        if failpoints:
+            command = ["-m", "torture.failpoints", failpoints, *command[1:]]
+        return Forked(command, {**os.environ, **SETTINGS}, **streams)
 
     forks = SimpleNamespace(
         Popen=fork, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired

@@ -31,7 +31,7 @@ from reducer.zmtp.net cimport (
     ZMTP_UNKNOWN_KEY,
     ZMTP_WRONG_KEY,
     connection,
-    message,
+    message as message_t,
     pair,
     pair_leave,
     zmtp_t,
@@ -388,7 +388,7 @@ cdef class Core:
     cdef message(self):
         """Take the message that the loop has left: peer, header, payload, sender's key."""
         cdef peer *sender = self.its.peer
-        cdef message *found = &sender.connection.message
+        cdef message_t *found = &sender.connection.message
         cdef bytes name = sender.number.to_bytes(ID_BYTES, "little")
         header = payload = b""
         if not found.foreign:

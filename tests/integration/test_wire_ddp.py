@@ -58,4 +58,3 @@ def test_a_training_that_loses_a_reducer_has_the_bits_of_an_undisturbed_one():
         given = environments(2, [*lasting, *mortal], REDUCTION_WIRE_DTYPE="int8")
         for rank in run(given, "-m", MODULE, "reducer_", "host"):
             assert set(rank.values()) == {""}
-

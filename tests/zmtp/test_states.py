@@ -17,9 +17,17 @@ class Side:
     """A client's connection, and its peer, which is a socket."""
 
     def __init__(self):
-        self.socket, self.peer = socket.socketpair()
-        self.socket.setblocking(False)
-        self.connection = Connection(self.socket)
+        self.sockets = socket.socketpair()
+        ours, self.peer = self.sockets
+        ours.setblocking(False)
+        self.connection = Connection(ours)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for each in self.sockets:
+            each.close()
 
     def hear(self, said=b"", events=EPOLLIN):
         with suppress(OSError):  # it has hung up
@@ -44,9 +52,8 @@ class Side:
         fresh = Side()
         fresh.connect()
         fresh.shake_hands()
-        fresh.peer.recv(1 << 10)
         self.connection.splice(fresh.connection)
-        self.peer = fresh.peer
+        self.sockets += fresh.sockets
 
     def break_(self):
         self.connection.break_(errno.ECONNRESET)
@@ -79,27 +86,27 @@ OCCURRENCES = (
 def test_what_follows_a_state(state):
     found = set()
     for happens in OCCURRENCES:
-        side = Side()
-        for step in WAYS[state]:
-            step(side)
-        assert side.connection.state == state
-        happens(side)
-        found.add(side.connection.state)
+        with Side() as side:
+            for step in WAYS[state]:
+                step(side)
+            assert side.connection.state == state
+            happens(side)
+            found.add(side.connection.state)
     assert found - {state} == following()[state]
 
 
 def test_a_connection_in_its_handshake_is_not_kept():
-    side = Side()
-    side.connect()
-    side.be_kept()
-    assert side.connection.state == "closed"
+    with Side() as side:
+        side.connect()
+        side.be_kept()
+        assert side.connection.state == "closed"
 
 
 def test_who_can_send_nothing_more_is_heard_to_the_end():
-    side = Side()
-    side.connect()
-    side.break_()
-    side.shake_hands()
-    assert side.connection.state == "closing"
-    side.read_what_came()
-    assert side.connection.state == "closed"
+    with Side() as side:
+        side.connect()
+        side.break_()
+        side.shake_hands()
+        assert side.connection.state == "closing"
+        side.read_what_came()
+        assert side.connection.state == "closed"

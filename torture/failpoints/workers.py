@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 else:
     _AnyFlight = _AnyTransport = object  # the real one comes after these among the bases
 
+
 def install(failpoints: Sequence[Failpoint]) -> None:
     """Have the clients that this process makes from now on pass failpoints."""
     select = implementation.select

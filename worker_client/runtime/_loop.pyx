@@ -15,7 +15,7 @@ from reducer.zmtp.net cimport (
     ZMTP_REFUSED,
     ZMTP_WRONG_KEY,
     connection,
-    message,
+    message as message_t,
     pair,
 )
 from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES
@@ -288,7 +288,7 @@ cdef class Loop:
         cdef connection *sender = self.its.line[self.its.from_].connection
         if sender == NULL or sender.message.frames == 0:
             return None  # the connection was closed meanwhile
-        cdef message *found = &sender.message
+        cdef message_t *found = &sender.message
         header = payload = b""
         if not found.foreign:
             header = PyBytes_FromStringAndSize(<char *>found.header, HEADER_BYTES)
