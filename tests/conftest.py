@@ -117,7 +117,7 @@ def check_fast(items):
 
 @contextmanager
 def local_pool(number, failpoints="", **options):
-    """`reducer.local_pool` of forks, which start in a third of the time, perhaps with failpoints."""
+    """`reducer.local_pool` of forks, with failpoints if told: they start in a third of the time."""
 
     def fork(command, *, text, **streams):
         assert text
