@@ -44,24 +44,13 @@ SOURCES = {
         for name in ("dispatch", "fold_generic", "fold_avx2", "fold_avx512", "fold_neon")
     ],
     "reducer.engine._slots": ["reducer/engine/slots.c"],
-    "reducer.runtime._loop": [
-        "reducer/runtime/loop.c",
-        "reducer/engine/slots.c",
-        *ENGINE,
-        "reducer/failpoints/failpoints.c",
-    ],
-    "reducer.zmtp._zmtp": ZMTP,
+    "reducer.runtime._loop": ["reducer/runtime/loop.c", "reducer/engine/slots.c", *ENGINE],
     "worker_client.protocol._flight": (
         FLIGHT := [
             f"worker_client/protocol/{name}.c" for name in ("chunks", "flight", "flight_failures")
         ]
     ),
-    "worker_client.runtime._loop": [
-        "worker_client/runtime/loop.c",
-        *FLIGHT,
-        *ENGINE,
-        "reducer/failpoints/failpoints.c",
-    ],
+    "worker_client.runtime._loop": ["worker_client/runtime/loop.c", *FLIGHT, *ENGINE],
     "worker_client.protocol._state": [],
     "worker_client.runtime._caller_lead": [],
     "worker_client.fusion._tensor_queue": [],
@@ -70,8 +59,15 @@ SOURCES = {
         for name in ("dispatch", "generic", "avx2", "avx512", "neon")
     ],
 }
+# What a checkout has for its tests and its fuzzer, and no wheel: extensions, and failpoints in the
+# loops (torture/failpoints).
+TESTS = {"tests.zmtp._zmtp": ZMTP, "tests.zmtp._connection": [*ZMTP, "reducer/zmtp/pair.c"]}
+TESTS = TESTS if Path("tests").is_dir() else {}
+FAILPOINTS = [("REDUCTION_FAILPOINTS", None)] if Path("torture").is_dir() else []
 HEADERS = [
-    str(path) for package in ("reducer", "worker_client") for path in Path(package).rglob("*.h")
+    str(path)
+    for package in ("reducer", "worker_client", "torture")
+    for path in Path(package).rglob("*.h")
 ]
 
 # What Cython makes of every memoryview, compiled once instead of once in each module.
@@ -82,14 +78,14 @@ extensions = cythonize(
         Extension(
             name,
             sources=[f"{name.replace('.', '/')}.pyx", *sources],
-            depends=HEADERS,
+            depends=HEADERS + (ENGINE if name in TESTS else []),  # one of them includes another
             include_dirs=["."],
             libraries=["m"],
             py_limited_api=ABI3,
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         )
-        for name, sources in SOURCES.items()
+        for name, sources in (SOURCES | TESTS).items()
     ]
     + [
         Extension(
@@ -120,6 +116,18 @@ class BuildApart(build_ext):
 
     Otherwise one may be linked with an object that another one is just writing.
     """
+
+    def finalize_options(self):
+        """Leave what is for tests to builds in place, such as that of an editable installation."""
+        in_place = self.inplace or self.editable_mode
+        self.distribution.ext_modules = [
+            extension for extension in extensions if in_place or extension.name not in TESTS
+        ]
+        for extension in extensions:
+            extension.define_macros = FAILPOINTS if in_place else []
+        if self.inplace:
+            self.build_lib = "build/in-place"  # no wheel is made of what is there
+        super().finalize_options()
 
     def build_extension(self, ext):
         """Build one extension; threads do this side by side."""

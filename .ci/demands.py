@@ -101,7 +101,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "reducer/engine/* reducer/runtime/* worker_client/runtime/*",
         ("tests/faults", f"{JOBS}faults.py"),
     ),
-    ("reducer/failpoints/* */faults.py", ("tests/faults",)),
+    ("torture/failpoints/*", ("tests/faults",)),
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
     (_modules("failover shard_map"), (f"{JOBS}faults.py", f"{JOBS}failures.py")),

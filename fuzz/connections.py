@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuzz.seeded import Seeded
 from fuzz.source import EDGES, Source, check
-from reducer.zmtp import _zmtp
 from reducer.zmtp.sodium import addresses
+from tests.zmtp import _zmtp
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reducer.zmtp._zmtp import Event
+    from tests.zmtp._zmtp import Event
 
 MAX_FRAME_BYTES = 2000
 _FAULTS = {

@@ -55,7 +55,10 @@ THREADED_TESTS = (
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
 )
-_COPIED = ("reducer", "worker_client", "fuzz", "tests", "harness", "hostile", "bench", "lab")
+_COPIED = (
+    *("reducer", "worker_client", "fuzz", "tests", "torture"),
+    *("harness", "hostile", "bench", "lab"),
+)
 _COPIED_TOO = ("setup.py", "pyproject.toml", "README.md", "LICENSE")  # setup.py reads the others
 
 
@@ -118,9 +121,8 @@ def build(tree: Path, *, threads: bool = False) -> None:
     switches = {"REDUCTION_BUILD_DEBUG": "threads" if threads else "1"}
     subprocess.run(command, cwd=tree, env=os.environ | switches, check=True)
     # setup.py goes on without an extension that does not compile: nothing would be tested.
-    sources = [
-        path for room in ("reducer", "worker_client") for path in (tree / room).rglob("*.pyx")
-    ]
+    rooms = (tree / room for room in ("reducer", "worker_client", "tests"))
+    sources = [path for room in rooms for path in room.rglob("*.pyx")]
     missing = [path.stem for path in sources if not [*path.parent.glob(f"{path.stem}.*.so")]]
     if missing:
         raise RuntimeError(f"{', '.join(missing)} were not built: see what gcc has said")

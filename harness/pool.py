@@ -40,10 +40,12 @@ class Reducer:
         environment: Mapping[str, str] | None = None,
         root: Path = ROOT,
         stderr: IO[bytes] | None = None,
+        failpoints: str = "",
     ) -> None:
-        serve = [sys.executable, "-m", "reducer", "serve", "--insecure", "--log-level", "warning"]
+        serve = ["-m", "torture.failpoints", failpoints] if failpoints else ["-m"]
+        serve += ["reducer", "serve", "--insecure", "--log-level", "warning"]
         self.process = host.start(
-            [*serve, "--bind", f"tcp://{host.address}:{port}", *options],
+            [sys.executable, *serve, "--bind", f"tcp://{host.address}:{port}", *options],
             env={"PYTHONPATH": str(root), "PYTHONFAULTHANDLER": "1", **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -117,10 +119,10 @@ class Pool:
         self.launch(reducer)
         self.reducers[reducer].await_ready()
 
-    def launch(self, reducer: int, **environment: str) -> None:
+    def launch(self, reducer: int, failpoints: str = "") -> None:
         """Start a reducer that has ended; it need not come to listen."""
         self.reducers[reducer].close()
-        self.reducers[reducer] = self._made(reducer, environment)
+        self.reducers[reducer] = self._made(reducer, failpoints)
 
     def has_ended(self, reducer: int) -> bool:
         """Whether the process is gone."""
@@ -131,13 +133,13 @@ class Pool:
         for reducer in self.reducers:
             reducer.close()
 
-    def _made(self, reducer: int, environment: Mapping[str, str] | None = None) -> Reducer:
+    def _made(self, reducer: int, failpoints: str = "") -> Reducer:
         return Reducer(
             self._hosts[reducer],
             self._options,
             port=self._ports[reducer],
-            environment=environment,
             stderr=self._stderr,
+            failpoints=failpoints,
         )
 
 

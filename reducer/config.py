@@ -25,7 +25,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from reducer import units
 from reducer.engine.limits import Limits, Patience
 from reducer.errors import ConfigError
-from reducer.failpoints import parse
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE, PORT
 from reducer.wire.layout import LARGEST_CHUNK
 
@@ -149,10 +148,6 @@ class ReducerConfig(BaseSettings):
     """File of settings in TOML that ``reducer serve`` reads at its start. A reducer that a rank
     hosts reads none."""
 
-    failpoints: str = ""
-    """For tests of failures: the places where this process is to die, stop or be slow, such as
-    ``reducer.placed=kill@3`` (CONTRIBUTING.md#failpoints)."""
-
     @field_validator("cpus", mode="before")
     @classmethod
     def _split_cpus(cls, value: object) -> object:
@@ -168,12 +163,6 @@ class ReducerConfig(BaseSettings):
     @classmethod
     def _check_http(cls, value: str | None) -> str | None:
         return None if value is None or value in {"", "off"} else parse_http(value)
-
-    @field_validator("failpoints")
-    @classmethod
-    def _check_failpoints(cls, value: str) -> str:
-        parse(value)
-        return value
 
     @model_validator(mode="after")
     def _check_exposure(self) -> ReducerConfig:

@@ -8,18 +8,15 @@ import secrets
 import socket
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reducer import __version__, kernels
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Counters
 from reducer.errors import ConfigError
-from reducer.failpoints import parse
 from reducer.memory import memory_limit
 from reducer.monitoring.observer import Observer, StatusInbox
 from reducer.runtime import implementation
-from reducer.runtime.faults import FaultyEngine, around
 from reducer.runtime.guard import LOOK_S, Guard
 from reducer.runtime.keyring import Reader
 from reducer.runtime.plain_transport import make_context
@@ -76,17 +73,10 @@ class Server:
         table = kernels.select(config.kernel)
         chosen = implementation.select(config.impl, table)
         make_transport: Callable[..., Transport] = chosen.transport
-        make_engine: Callable[..., Engine] = Engine
-        failpoints = parse(config.failpoints)
-        hit = chosen.arm(failpoints)
-        if failpoints:
-            log.warning("failpoints are set: %s", config.failpoints)
-            make_transport = around(chosen.transport, hit)
-            make_engine = partial(FaultyEngine, hit)
         memory = memory_limit(config)
         self.context: Any = {}
         self._libzmq, self._gate = None, None
-        if chosen is implementation.PLAIN:
+        if chosen.name == "plain":
             _check_private(config.bind)
             self.context = self._libzmq = make_context(
                 config.io_threads * config.threads, config.cpus
@@ -131,7 +121,7 @@ class Server:
         incarnation = secrets.token_hex(8)
         self._lanes = [
             _Lane(
-                make_engine(
+                Engine(
                     table,
                     chosen.slots,
                     memory_limit=memory // config.threads,

@@ -116,12 +116,15 @@ def check_fast(items):
 
 
 @contextmanager
-def local_pool(number, **options):
-    """`reducer.local_pool` of forks, which start in a third of the time."""
+def local_pool(number, failpoints="", **options):
+    """`reducer.local_pool` of forks, with failpoints if told: they start in a third of the time."""
 
     def fork(command, *, text, **streams):
         assert text
-        return Forked(command[1:], {**os.environ, **SETTINGS}, **streams)
+        command = command[1:]
+        if failpoints:
+            command = ["-m", "torture.failpoints", failpoints, *command[1:]]
+        return Forked(command, {**os.environ, **SETTINGS}, **streams)
 
     forks = SimpleNamespace(
         Popen=fork, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired

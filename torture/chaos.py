@@ -7,7 +7,6 @@ bench/README.md says what is done, and defines every option and figure.
 
 import signal
 import sys
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -38,8 +37,6 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     """Train while reducers die, and say what became of it."""
     if failpoints and drain:
         raise typer.BadParameter("a reducer that is killed at a failpoint says no goodbye")
-    if failpoints and not find_spec("reducer.failpoints"):
-        sys.exit("torture.chaos: these reducers have no failpoints")
     if failpoints:
         blows = at_failpoints(kills or len(PLACES), reducers, workers, seed)
     else:

@@ -21,17 +21,9 @@ from harness import HarnessError
 from harness.pool import Pool
 from harness.ranks import Ranks
 from lab import Lab
+from torture.failpoints import Place
 
-PLACES = (
-    "reducer.received",
-    "reducer.placed",
-    "reducer.before_sum",
-    "reducer.after_sum",
-    "reducer.between_results",
-    "reducer.after_results",
-    "reducer.welcome",
-    "reducer.tick",
-)
+PLACES = [place.text for place in Place if place <= Place.REDUCER_TICK]
 MOST_PASSES = 100  # of a failpoint before the one that kills
 REST_S = 0.5  # at most, from when all reducers are in use to the next blow
 LISTEN_S = 0.02
@@ -46,7 +38,7 @@ class Blow:
         reducer: which.
         rest_s: how long everything has been well before.
         number: the signal that ends it, SIGKILL or SIGTERM.
-        failpoint: instead of a random instant, as of REDUCTION_FAILPOINTS.
+        failpoint: instead of a random instant; see `torture.failpoints`.
     """
 
     reducer: int
@@ -170,7 +162,7 @@ class Training:
         victim = blow.reducer
         if blow.failpoint:
             self._pool.end(victim, signal.SIGTERM)
-            self._pool.launch(victim, REDUCTION_FAILPOINTS=blow.failpoint)
+            self._pool.launch(victim, blow.failpoint)
             self.until(lambda: self._pool.has_ended(victim), f"{blow.failpoint} is passed")
             self.record.blows.append(time.monotonic())
         else:

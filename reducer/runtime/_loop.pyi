@@ -1,10 +1,9 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Send
-from reducer.failpoints import Failpoint, Place
 from reducer.runtime import loop
 from reducer.runtime.compiled_transport import CompiledTransport
 from reducer.wire.header import Buffer
@@ -33,7 +32,5 @@ class Sockets:
     def unfinished(self) -> int: ...
 
 def use_sodium(functions: Sequence[int]) -> None: ...
-def arm(failpoints: Sequence[Failpoint]) -> Callable[[Place], bool]: ...
-def hit(place: Place) -> bool: ...
 
 class Loop(loop.Loop): ...

@@ -4,10 +4,9 @@ cimport cython
 from cpython.bytes cimport PyBytes_AsString
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.errno cimport errno
-from libc.stdint cimport uint8_t, uint64_t, uintptr_t
+from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memcpy
 
-from reducer.failpoints._failpoints cimport arm_table, pass_place
 from reducer.engine._slots cimport (
     HEADER_BYTES,
     Member,
@@ -26,6 +25,17 @@ from reducer.engine._slots cimport (
 )
 from reducer.kernels._kernels cimport CompiledKernels, fold_table
 from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
+from reducer.zmtp.net cimport (
+    ZMTP_DIFFERS,
+    ZMTP_NO_FAULT,
+    ZMTP_UNKNOWN_KEY,
+    ZMTP_WRONG_KEY,
+    connection,
+    message as message_t,
+    pair,
+    pair_leave,
+    zmtp_t,
+)
 
 import sys
 import time
@@ -44,36 +54,6 @@ cdef extern from "reducer/engine/slots.h" nogil:
         PLACED
         COMPLETE
         OUT_OF_MEMORY
-
-
-cdef extern from "reducer/zmtp/connection.h" nogil:
-    enum zmtp_fault:
-        ZMTP_DIFFERS
-        ZMTP_WRONG_KEY
-        ZMTP_UNKNOWN_KEY
-        ZMTP_NO_FAULT
-
-    ctypedef struct zmtp_t "struct zmtp":
-        bint ready
-        bint sealed
-        int fault
-        uint8_t peer_key[32]
-
-    struct message:
-        bint foreign
-        unsigned frames
-        unsigned char *header
-        block *payload
-
-    struct pair:
-        pass
-
-    struct connection:
-        pair *pair
-        zmtp_t zmtp
-        message message
-
-    void pair_leave(pair *pair, unsigned side) noexcept
 
 
 cdef extern from "reducer/runtime/loop.h" nogil:
@@ -408,7 +388,7 @@ cdef class Core:
     cdef message(self):
         """Take the message that the loop has left: peer, header, payload, sender's key."""
         cdef peer *sender = self.its.peer
-        cdef message *found = &sender.connection.message
+        cdef message_t *found = &sender.connection.message
         cdef bytes name = sender.number.to_bytes(ID_BYTES, "little")
         header = payload = b""
         if not found.foreign:
@@ -487,17 +467,6 @@ cdef class Core:
         counters.closed += self.its.crowded_out
         self.its.contributions = self.its.results = self.its.bytes_in = self.its.bytes_out = 0
         self.its.crowded_out = 0
-
-
-def arm(failpoints):
-    """Arm the table of `loop.c`; see `reducer.failpoints.arm`."""
-    arm_table(failpoints)
-    return hit
-
-
-def hit(place):
-    """Pass a place of that table; whether what is at hand is to be dropped."""
-    return pass_place(place)
 
 
 class Loop(PlainLoop):

@@ -6,7 +6,6 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reducer import failpoints
 from reducer.engine import slots
 from reducer.errors import ConfigError
 from reducer.kernels.plain import PlainKernels
@@ -15,11 +14,8 @@ from reducer.runtime.plain_transport import PlainTransport
 from reducer.wire.constants import COMPILED_FEATURES, FEATURES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from reducer.engine.engine import Engine
     from reducer.engine.slots import SlotsModule
-    from reducer.failpoints import Failpoint, Place
     from reducer.kernels import Kernels
     from reducer.runtime.transport import Transport
 
@@ -43,7 +39,6 @@ class Implementation(NamedTuple):
         slots: what the engine keeps its rounds in.
         loop: what serves.
         transport: what that receives from, and sends to.
-        arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
         features: what reducers that have them speak.
     """
 
@@ -51,11 +46,10 @@ class Implementation(NamedTuple):
     slots: SlotsModule
     loop: MakeLoop
     transport: type[Transport]
-    arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
     features: int = FEATURES
 
 
-PLAIN = Implementation("plain", slots, loop.Loop, PlainTransport, failpoints.arm)
+PLAIN = Implementation("plain", slots, loop.Loop, PlainTransport)
 
 
 def select(name: str | None, kernels: Kernels) -> Implementation:
@@ -95,6 +89,5 @@ def _compiled(kernels: Kernels) -> Implementation:
         rounds,
         serves.Loop,
         transport.CompiledTransport,
-        serves.arm,
         COMPILED_FEATURES,
     )

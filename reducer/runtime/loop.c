@@ -6,10 +6,9 @@
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
-#include "reducer/failpoints/failpoints.h"
+#include "reducer/failpoints.h"
 
 enum {
     EVENTS = 256,           /* that one look at the sockets brings */
@@ -22,13 +21,6 @@ enum {
 
 static const uint64_t LOOK_NS = 1000 * 1000; /* at the sockets, while messages pour in */
 static const uint64_t REST_NS = 100 * 1000 * 1000; /* from what need not be done all the time */
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
 
 /* -- sum ------------------------------------------------------------------------------------- */
 
@@ -141,10 +133,8 @@ bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void 
                size_t nbytes)
 {
     pulse_hold(&loop->pulse);
-    struct block *copy = payload == NULL ? NULL : block_take(&loop->pool, nbytes);
+    struct block *copy = payload == NULL ? NULL : block_copy(&loop->pool, payload, nbytes);
     bool sent = payload == NULL || copy != NULL;
-    if (copy != NULL)
-        memcpy(copy->data, payload, nbytes);
     sent = sent && send_block(loop, peer, header, copy);
     if (copy != NULL)
         block_drop(&loop->pool, copy);
@@ -282,7 +272,7 @@ static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
         free(peer);
         return false;
     }
-    peer->connection.most_bytes = STRANGER_BYTES;
+    connection_limit(&peer->connection, STRANGER_BYTES);
     peer->group = &loop->strangers;
     peer->beside = peer->picked = peer;
     peer->number = ++loop->accepted;
@@ -313,7 +303,7 @@ struct pair *loop_meet(struct loop *loop)
     if (pair == NULL)
         return NULL;
     pulse_hold(&loop->pulse);
-    bool welcomed = welcome(loop, pair->fd[0], pair, now_ns());
+    bool welcomed = welcome(loop, pair->end[0].fd, pair, now_ns());
     pulse_release(&loop->pulse);
     if (welcomed)
         return pair;
@@ -345,8 +335,8 @@ static void make_room(struct loop *loop)
     struct peer *oldest = loop->strangers.oldest;
     if (oldest == NULL) {
         heed_listener(loop, false);
-    } else if (!oldest->connection.refused) {
-        oldest->connection.refused = true;
+    } else if (oldest->connection.state != CLOSED) {
+        connection_refuse(&oldest->connection);
         loop->crowded_out++;
         enqueue(oldest);
     }
@@ -385,7 +375,7 @@ static void leave(struct loop *loop, struct peer *peer)
         last->beside->picked = last->beside;
     last->beside = peer->beside;
     loop->further -= peer->further;
-    loop->suspended -= peer->connection.suspended;
+    loop->suspended -= peer->until_ns != 0;
     quit(loop, peer);
     if (peer->connection.pair == NULL) {
         note_change(loop, peer, false); /* else the guard finds that it is gone */
@@ -416,7 +406,7 @@ static void turn_away(struct peer *fresh)
 {
     if (fresh == NULL || fresh->ended)
         return;
-    fresh->connection.refused = true;
+    connection_refuse(&fresh->connection);
     enqueue(fresh);
 }
 
@@ -434,13 +424,17 @@ static void go_on(struct loop *loop, struct peer *peer)
     answer.offset = connection->bytes_read;
     if (can && connection_send(&fresh->connection, &answer, NULL, 0, NULL, NO_SEQUENCE))
         connection_flush(&fresh->connection);
-    turn_away(fresh); /* the other one has its socket then */
-    if (can && !connection_is_between(&fresh->connection))
+    if (can && !connection_is_between(&fresh->connection)) {
+        turn_away(fresh);
         return;
+    }
     epoll_ctl(peer->group->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
-    bool suspended = connection->suspended;
     can = can && connection_splice(connection, &fresh->connection, peer->peer_read);
-    loop->suspended -= suspended && can;
+    turn_away(fresh); /* the other one has its socket now */
+    if (can) {
+        loop->suspended -= peer->until_ns != 0;
+        peer->until_ns = 0;
+    }
     if (can && note_change(loop, peer, true) && watch(peer)) {
         connection_flush(connection);
         enqueue(peer);
@@ -461,10 +455,10 @@ void loop_splice(struct loop *loop, uint64_t key, uint64_t fresh, uint64_t peer_
         turn_away(map_get(&loop->peers, peer->fresh)); /* an earlier one, if there is one */
         peer->fresh = fresh;
         peer->peer_read = peer_read;
-        if (peer->connection.suspended)
+        if (peer->connection.state == SUSPENDED)
             go_on(loop, peer);
         else
-            peer->connection.readable = true; /* what came, and perhaps that it has broken */
+            connection_look(&peer->connection); /* at what came, and perhaps that it has broken */
         enqueue(peer);
     }
     pulse_release(&loop->pulse);
@@ -485,7 +479,7 @@ bool loop_is_suspended(struct loop *loop, uint64_t key)
 {
     pulse_hold(&loop->pulse); /* loop_meet of another thread may put a peer beside it */
     const struct peer *peer = map_get(&loop->peers, key);
-    bool suspended = peer != NULL && peer->connection.suspended;
+    bool suspended = peer != NULL && peer->connection.state == SUSPENDED;
     pulse_release(&loop->pulse);
     return suspended;
 }
@@ -503,7 +497,7 @@ void loop_give_up(struct loop *loop, uint64_t key)
 {
     pulse_hold(&loop->pulse);
     struct peer *peer = map_get(&loop->peers, key);
-    if (peer != NULL && peer->connection.suspended)
+    if (peer != NULL && peer->connection.state == SUSPENDED)
         give_up(peer);
     pulse_release(&loop->pulse);
 }
@@ -526,12 +520,12 @@ static void expire(struct loop *loop, uint64_t now)
     loop->expired_ns = now;
     struct peer *joined = loop->suspended > 0 ? loop->joined.oldest : NULL;
     for (struct peer *peer = joined; peer != NULL; peer = peer->after)
-        if (peer->connection.suspended && !peer->ended && now >= peer->until_ns)
+        if (peer->connection.state == SUSPENDED && now >= peer->until_ns)
             give_up(peer);
     for (struct peer *peer = loop->strangers.oldest; peer != NULL; peer = peer->after) {
         if (now - peer->since_ns < loop->handshake_ns)
             return;
-        if (peer->connection.zmtp.ready || peer->connection.broken)
+        if (peer->connection.state >= OPEN)
             continue;
         loop->unfinished++;
         connection_break(&peer->connection, ETIMEDOUT);
@@ -605,9 +599,11 @@ static void note_writable(struct group *group, int timeout_ms)
 {
     struct epoll_event events[EVENTS];
     int found = epoll_wait(group->epoll, events, EVENTS, timeout_ms);
-    for (int at = 0; at < found; at++)
-        if (events[at].data.ptr != NULL)
-            ((struct peer *)events[at].data.ptr)->connection.writable = true;
+    for (int at = 0; at < found; at++) {
+        struct peer *peer = events[at].data.ptr;
+        if (peer != NULL)
+            connection_note(&peer->connection, events[at].events);
+    }
 }
 
 /* Waits until everything is with the kernel. */
@@ -672,10 +668,7 @@ void loop_next(struct loop *loop)
 void loop_admit(struct loop *loop, bool admitted)
 {
     pulse_hold(&loop->pulse);
-    struct connection *connection = &loop->peer->connection;
-    if (zmtp_admit(&connection->zmtp, admitted) == ZMTP_FAILED)
-        connection->refused = true;
-    connection_flush(connection);
+    connection_admit(&loop->peer->connection, admitted);
     pulse_release(&loop->pulse);
 }
 
@@ -688,7 +681,7 @@ bool loop_load(struct loop *loop, uint64_t key, struct load *load)
         const struct connection *connection = &peer->connection;
         load->read = connection_came(connection);
         /* While it is suspended nothing can come, and its time is limited by itself. */
-        load->waits = connection_awaits(connection) || connection->suspended;
+        load->waits = connection_awaits(connection) || connection->state == SUSPENDED;
         load->unread = connection_partial(connection);
         load->unsent = connection_unsent(connection);
     }
@@ -702,7 +695,7 @@ bool loop_hang_up(struct loop *loop, uint64_t key)
     struct peer *peer = map_get(&loop->peers, key);
     bool here = peer != NULL && !peer->ended;
     if (here) {
-        peer->connection.refused = true;
+        connection_refuse(&peer->connection);
         enqueue(peer);
     }
     pulse_release(&loop->pulse);
@@ -712,7 +705,7 @@ bool loop_hang_up(struct loop *loop, uint64_t key)
 /* Has a peer be served as members are, from now on. */
 static void join(struct loop *loop, struct peer *peer)
 {
-    peer->connection.most_bytes = loop->max_frame_bytes;
+    connection_limit(&peer->connection, loop->max_frame_bytes);
     if (peer->group == &loop->joined || peer->ended)
         return;
     bool waits = peer->waits;
@@ -721,7 +714,7 @@ static void join(struct loop *loop, struct peer *peer)
     enter(peer);
     if (waits)
         enqueue(peer);
-    if (!peer->connection.suspended && !watch(peer))
+    if (peer->connection.state != SUSPENDED && !watch(peer))
         give_up(peer);
 }
 
@@ -745,7 +738,7 @@ void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
         loop->further++;
         join(loop, other);
         other->resume_ns = peer->resume_ns;
-        if (peer->connection.kept)
+        if (peer->connection.bond == RESUMABLE)
             connection_keep(&other->connection);
     }
     pulse_release(&loop->pulse);
@@ -756,7 +749,7 @@ void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
 static void end_beside(struct peer *peer)
 {
     for (struct peer *other = peer->beside; other != peer && !peer->further; other = other->beside) {
-        other->connection.refused = true;
+        connection_refuse(&other->connection);
         enqueue(other);
     }
 }
@@ -778,8 +771,7 @@ static enum verdict take(struct loop *loop, struct peer *peer)
                                       message->payload, now_ns() / 1000, &header, &result, &rounds);
     if (verdict == IRREGULAR)
         return IRREGULAR;
-    message->payload = NULL; /* the slot has it, or had */
-    connection_next(&peer->connection);
+    connection_hand_over(&peer->connection); /* the slot has the payload, or had */
     if (verdict == COMPLETE)
         send_results(loop, rounds, &header, result);
     return verdict;
@@ -807,8 +799,7 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         if (connection->zmtp.reply_bytes > 0)
             connection_flush(connection);
         if (event == CONNECTION_IDLE) {
-            /* Nothing can be done with a part of a payload, and the rest is on its way. */
-            connection_await(connection, connection->in_frame && connection->large ? connection->left : 0);
+            connection_await_rest(connection);
             if (peer->fresh != 0)
                 go_on(loop, peer);
             if (connection->readable) /* the other end of a pair had queued as much already */
@@ -829,7 +820,8 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
             return end(loop, peer);
         if (event == CONNECTION_READY)
             continue;
-        if (event == CONNECTION_MESSAGE && connection->hung_up && peer->group == &loop->strangers) {
+        if (event == CONNECTION_MESSAGE && connection->readable == INPUT_TO_END &&
+            peer->group == &loop->strangers) {
             connection_next(connection); /* nobody is there to hear the answer */
             continue;
         }

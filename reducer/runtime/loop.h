@@ -46,7 +46,7 @@ struct peer {
     bool heard;                 /* the engine knows of it, and is to hear when it has ended */
     bool ended;                 /* it has, and is to be forgotten */
     uint64_t resume_ns;         /* for so long it may be suspended */
-    uint64_t until_ns;          /* it is: until then */
+    uint64_t until_ns;          /* it is: until then, or given up; 0: it is not */
     uint64_t fresh;             /* key of the peer whose socket it is to have; 0: there is none */
     uint64_t peer_read;         /* bytes that the worker has read of what it was sent */
     struct connection connection;

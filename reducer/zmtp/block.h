@@ -5,6 +5,7 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     BLOCK_ALIGNMENT = 64, /* a cache line, and the widest vector of a kernel */
@@ -75,6 +76,15 @@ static inline struct block *block_take(struct block_pool *pool, size_t nbytes)
     block->nbytes = nbytes;
     atomic_init(&block->refs, 1);
     return block;
+}
+
+/* A block with a copy of these bytes. NULL: out of memory. */
+static inline struct block *block_copy(struct block_pool *pool, const void *data, size_t nbytes)
+{
+    struct block *copy = block_take(pool, nbytes);
+    if (copy != NULL)
+        memcpy(copy->data, data, nbytes);
+    return copy;
 }
 
 static inline struct block *block_share(struct block *block)

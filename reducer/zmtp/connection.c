@@ -16,21 +16,42 @@ enum {
     PENDING_BYTES = 1 << 10,     /* a peer that asks on without reading is answered no more */
     FRAMES = 16,                 /* of a message; what is behind the second is dropped */
     READS = 16,                  /* without an event: a flood of PINGs has none, nor has an end */
-    UNREAD = 256,                /* reads at the end, so that no peer goes on for ever */
-    COPIED = 64 << 10            /* bytes from the other end of a pair, while that cannot queue more */
+    UNREAD = 256                 /* reads at the end, so that no peer goes on for ever */
 };
 
-/* What another thread may read meanwhile, if this is an end of a pair. */
-static void hold(const struct connection *connection)
+/* What may happen to a connection. */
+enum occurrence {
+    CONNECTED, /* TCP's handshake is done */
+    READY,     /* ZMTP's is */
+    DETACHED,  /* the socket of a resumable one has come to its end */
+    RESUMED,   /* it has another socket */
+    BROKEN,    /* nothing can be sent any more, or is to be */
+    ENDED,     /* nothing is read any more */
+    OCCURRENCES
+};
+
+/* The states that follow. What says nothing of a state leaves it as it is. */
+static const enum connection_state transitions[CLOSED + 1][OCCURRENCES] = {
+    /*             CONNECTED  READY      DETACHED    RESUMED     BROKEN   ENDED */
+    [CONNECTING] = {HANDSHAKE, OPEN,      CONNECTING, CONNECTING, CLOSING, CLOSED},
+    [HANDSHAKE]  = {HANDSHAKE, OPEN,      HANDSHAKE,  HANDSHAKE,  CLOSING, CLOSED},
+    [OPEN]       = {OPEN,      OPEN,      SUSPENDED,  OPEN,       CLOSING, CLOSED},
+    [SUSPENDED]  = {SUSPENDED, SUSPENDED, SUSPENDED,  OPEN,       CLOSING, CLOSED},
+    [CLOSING]    = {CLOSING,   CLOSING,   CLOSING,    CLOSING,    CLOSING, CLOSED},
+    [CLOSED]     = {CLOSED,    CLOSED,    CLOSED,     CLOSED,     CLOSED,  CLOSED},
+};
+
+static void occur(struct connection *connection, enum occurrence occurrence)
 {
-    if (connection->pair != NULL)
-        pthread_mutex_lock(&connection->pair->lock);
+    connection->state = transitions[connection->state][occurrence];
+    if (connection->state <= OPEN)
+        connection->reached = connection->state;
 }
 
-static void release(const struct connection *connection)
+/* Whether what is queued can be sent now. */
+static bool can_send(const struct connection *connection)
 {
-    if (connection->pair != NULL)
-        pthread_mutex_unlock(&connection->pair->lock);
+    return connection->state == HANDSHAKE || connection->state == OPEN;
 }
 
 bool connection_init(struct connection *connection, int fd, bool server,
@@ -41,11 +62,12 @@ bool connection_init(struct connection *connection, int fd, bool server,
     connection->fd = fd;
     connection->pool = pool;
     connection->most_bytes = max_frame_bytes;
-    connection->connected = server;
     connection->mask = 15;
     connection->queue = calloc(connection->mask + 1, sizeof *connection->queue);
     if (connection->queue == NULL)
         return false;
+    if (server)
+        occur(connection, CONNECTED);
     if (zmtp_init(&connection->zmtp, server, keys, max_frame_bytes))
         return true;
     free(connection->queue);
@@ -79,24 +101,20 @@ static void drop_first(struct connection *connection)
     connection->count--;
 }
 
-/* With the lock of a pair. */
-static uint64_t unsent(const struct connection *connection)
-{
-    return connection->bytes_queued - connection->sent;
-}
-
 uint64_t connection_unsent(const struct connection *connection)
 {
-    hold(connection);
-    uint64_t nbytes = unsent(connection);
-    release(connection);
-    return nbytes;
+    return connection->bytes_queued - connection->sent;
 }
 
 void connection_next(struct connection *connection)
 {
     if (connection->message.payload != NULL)
         block_drop(connection->pool, connection->message.payload);
+    connection_hand_over(connection);
+}
+
+void connection_hand_over(struct connection *connection)
+{
     connection->message.payload = NULL;
     connection->message.frames = 0;
     connection->message.placed_bytes = 0;
@@ -107,8 +125,23 @@ void connection_join(struct connection *connection, struct pair *pair, unsigned 
 {
     connection->pair = pair;
     connection->side = side;
-    connection->connected = connection->writable = true;
-    pair_join(pair, side, connection);
+    connection->writable = true;
+    occur(connection, CONNECTED);
+}
+
+void connection_place(struct connection *connection,
+                      unsigned char *(*place)(void *owner, uint32_t number,
+                                              const unsigned char *header, size_t nbytes),
+                      void *owner, uint32_t number)
+{
+    connection->place = place;
+    connection->owner = owner;
+    connection->number = number;
+}
+
+void connection_limit(struct connection *connection, uint64_t most_bytes)
+{
+    connection->most_bytes = most_bytes;
 }
 
 void connection_free(struct connection *connection)
@@ -130,9 +163,37 @@ void connection_free(struct connection *connection)
 
 /* -- send ------------------------------------------------------------------------------------ */
 
+/* Finds the first message that is not sent as a whole, from `sent_part` bytes behind the others on. */
+static void pass_whole(struct connection *connection)
+{
+    for (; connection->sent_whole < connection->count; connection->sent_whole++) {
+        size_t at = connection->first + connection->sent_whole;
+        size_t nbytes = whole_bytes(&connection->queue[at & connection->mask]);
+        if (connection->sent_part < nbytes)
+            return;
+        connection->sent_part -= nbytes;
+    }
+}
+
+static void count_sent(struct connection *connection, size_t nbytes)
+{
+    connection->bytes_written += nbytes;
+    connection->sent += nbytes;
+    connection->sent_part += nbytes;
+    pass_whole(connection);
+}
+
+/* Has nobody else read from the queue, of which the other end of a pair may have read some. */
+static void withdraw(struct connection *connection)
+{
+    if (connection->pair != NULL)
+        count_sent(connection, pair_withdraw(connection->pair, connection->side));
+}
+
 static struct outgoing *append(struct connection *connection)
 {
     if (connection->count > connection->mask) {
+        withdraw(connection);
         size_t mask = 2 * connection->mask + 1;
         struct outgoing *larger = calloc(mask + 1, sizeof *larger);
         if (larger == NULL)
@@ -174,10 +235,10 @@ static bool send_sealed(struct connection *connection, struct outgoing *added, c
     return true;
 }
 
-static bool queue_message(struct connection *connection, const void *header, const void *payload,
-                          size_t nbytes, struct block *block, uint64_t sequence)
+bool connection_send(struct connection *connection, const void *header, const void *payload,
+                     size_t nbytes, struct block *block, uint64_t sequence)
 {
-    struct outgoing *added = connection->broken ? NULL : append(connection);
+    struct outgoing *added = connection->state >= CLOSING ? NULL : append(connection);
     if (added == NULL)
         return false;
     if (connection->zmtp.sealed) {
@@ -198,15 +259,6 @@ static bool queue_message(struct connection *connection, const void *header, con
     added->block = block == NULL ? NULL : block_share(block);
     commit(connection, added);
     return true;
-}
-
-bool connection_send(struct connection *connection, const void *header, const void *payload,
-                     size_t nbytes, struct block *block, uint64_t sequence)
-{
-    hold(connection);
-    bool queued = queue_message(connection, header, payload, nbytes, block, sequence);
-    release(connection);
-    return queued;
 }
 
 /* Queues bytes as they are. */
@@ -233,7 +285,8 @@ static bool send_reply(struct connection *connection)
     size_t nbytes = zmtp->reply_bytes;
     zmtp->reply_bytes = 0;
     /* PONGs, which a peer that reads none may ask for without end; what waits is heard as well. */
-    if (zmtp->ready && (connection->muted || unsent(connection) > PENDING_BYTES))
+    if (zmtp->ready &&
+        (connection->bond == LENDING || connection_unsent(connection) > PENDING_BYTES))
         return true;
     return send_bytes(connection, zmtp->reply, nbytes);
 }
@@ -249,16 +302,33 @@ static void gather(struct iovec *places, int *count, const unsigned char *from, 
     *skip = 0;
 }
 
+void connection_look(struct connection *connection)
+{
+    if (connection->readable == INPUT_NONE)
+        connection->readable = INPUT_SOME;
+}
+
+/* As connection_break, but for the queue, whose blocks are of the connection's own thread. */
+static void break_off(struct connection *connection, int error)
+{
+    occur(connection, BROKEN);
+    connection_look(connection);
+    connection->error = error;
+}
+
 void connection_break(struct connection *connection, int error)
 {
-    if (connection->broken)
+    if (connection->state >= CLOSING)
         return;
-    connection->broken = connection->readable = true;
-    connection->error = error;
-    hold(connection);
+    break_off(connection, error);
+    withdraw(connection);
     while (connection->count > 0)
         drop_first(connection);
-    release(connection);
+}
+
+void connection_refuse(struct connection *connection)
+{
+    occur(connection, ENDED);
 }
 
 /* Bytes that were sent, and that the peer's kernel has not acknowledged. */
@@ -270,15 +340,20 @@ static uint64_t unacknowledged(const struct connection *connection)
     return (uint64_t)nbytes;
 }
 
-/* Drops what was sent; of a kept connection, what the peer's kernel has. That is asked when twice as
+/* Whether the socket takes nothing more, and tells nothing of what it has taken. */
+static bool has_lost_its_socket(const struct connection *connection)
+{
+    return connection->state >= SUSPENDED ||
+           (connection->bond == RESUMABLE && connection->readable == INPUT_TO_END);
+}
+
+/* Drops what was sent; of a resumable connection, what the peer's kernel has. That is asked when twice as
  * much was sent as it had left: so the cost of asking does not grow with what is on its way. */
 static void drop_sent(struct connection *connection)
 {
     size_t kept = 0;
-    if (connection->kept && connection->count > 0) {
-        if (connection->suspended || connection->hung_up)
-            return; /* its socket tells nothing any more */
-        if (connection->sent < connection->ask_bytes)
+    if (connection->bond == RESUMABLE && connection->count > 0) {
+        if (has_lost_its_socket(connection) || connection->sent < connection->ask_bytes)
             return;
         kept = (size_t)unacknowledged(connection);
     }
@@ -290,21 +365,21 @@ static void drop_sent(struct connection *connection)
 /* Takes note that the kernel sends nothing more; what has come may still be read. */
 static void lose(struct connection *connection, int error)
 {
-    if (!connection->kept) {
+    if (connection->bond != RESUMABLE) {
         connection_break(connection, error);
         return;
     }
     shutdown(connection->fd, SHUT_RDWR); /* if it is there still, reading comes to its end */
     connection->writable = false;
-    connection->readable = connection->hung_up = true;
+    connection->readable = INPUT_TO_END;
 }
 
-/* Where the first messages are that have not been sent. */
-static int gather_all(const struct connection *connection, struct iovec *places)
+/* Where the first messages are that have not been sent, in so many places at most. */
+static int gather_all(const struct connection *connection, struct iovec *places, int most)
 {
     int count = 0;
     size_t skip = connection->sent_part;
-    for (size_t at = connection->sent_whole; at < connection->count && count < 2 * GATHERED - 1; at++) {
+    for (size_t at = connection->sent_whole; at < connection->count && count < most - 1; at++) {
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         gather(places, &count, next->head, next->head_bytes, &skip);
         gather(places, &count, next->body, next->body_bytes, &skip);
@@ -312,60 +387,19 @@ static int gather_all(const struct connection *connection, struct iovec *places)
     return count;
 }
 
-/* Finds the first message that is not sent as a whole, from `sent_part` bytes behind the others on. */
-static void pass_whole(struct connection *connection)
-{
-    for (; connection->sent_whole < connection->count; connection->sent_whole++) {
-        size_t at = connection->first + connection->sent_whole;
-        size_t nbytes = whole_bytes(&connection->queue[at & connection->mask]);
-        if (connection->sent_part < nbytes)
-            return;
-        connection->sent_part -= nbytes;
-    }
-}
-
-static void count_sent(struct connection *connection, size_t nbytes)
-{
-    connection->bytes_written += nbytes;
-    connection->sent += nbytes;
-    connection->sent_part += nbytes;
-    pass_whole(connection);
-}
-
-static void advance(struct iovec **places, int *count, size_t nbytes)
-{
-    (*places)->iov_base = (unsigned char *)(*places)->iov_base + nbytes;
-    (*places)->iov_len -= nbytes;
-    if ((*places)->iov_len == 0) {
-        (*places)++;
-        (*count)--;
-    }
-}
-
-size_t connection_take(struct connection *connection, struct iovec **places, int *count)
-{
-    struct iovec queued[2 * GATHERED], *next = queued;
-    int left = gather_all(connection, queued);
-    size_t copied = 0;
-    while (left > 0 && *count > 0 && copied < COPIED) {
-        size_t nbytes = next->iov_len < (*places)->iov_len ? next->iov_len : (*places)->iov_len;
-        if (nbytes > COPIED - copied)
-            nbytes = COPIED - copied;
-        memcpy((*places)->iov_base, next->iov_base, nbytes);
-        advance(&next, &left, nbytes);
-        advance(places, count, nbytes);
-        copied += nbytes;
-    }
-    count_sent(connection, copied);
-    return copied;
-}
-
-/* Gives the kernel what it takes of the first messages. Returns whether it may take more; sets errno
- * to 0 unless it refused. */
+/* Gives the kernel what it takes of the first messages, or offers them to the other end of a pair.
+ * Returns whether more may be taken at once; sets errno to 0 unless nothing will be any more. */
 static bool push(struct connection *connection)
 {
-    struct iovec places[2 * GATHERED];
-    int count = gather_all(connection, places);
+    struct iovec places[PAIR_PARTS];
+    int most = connection->pair == NULL ? 2 * GATHERED : PAIR_PARTS;
+    withdraw(connection);
+    int count = gather_all(connection, places, most);
+    if (connection->pair != NULL) {
+        bool more = count >= most - 1;
+        errno = pair_offer(connection->pair, connection->side, places, count, more) ? 0 : EPIPE;
+        return false;
+    }
     size_t asked = 0;
     for (int at = 0; at < count; at++)
         asked += places[at].iov_len;
@@ -388,18 +422,14 @@ static bool push(struct connection *connection)
 
 void connection_flush(struct connection *connection)
 {
-    if (connection->broken || connection->suspended || !connection->connected)
+    if (!can_send(connection))
         return;
-    hold(connection);
-    drop_sent(connection); /* what a beat has sent, or the other end of a pair has read */
-    bool replied = connection->zmtp.reply_bytes == 0 || send_reply(connection);
-    if (connection->pair != NULL)
-        pair_wake_other(connection->pair, connection->side, false);
-    release(connection);
-    if (!replied)
+    drop_sent(connection); /* what a beat has sent */
+    if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
         connection_break(connection, ENOMEM);
-    while (connection->pair == NULL && connection->writable && connection_unsent(connection) > 0) {
-        push(connection);
+    bool more = connection->writable;
+    while (more && connection_unsent(connection) > 0) {
+        more = push(connection);
         if (errno != 0) {
             lose(connection, errno);
             return;
@@ -411,10 +441,8 @@ void connection_flush(struct connection *connection)
 void connection_beat(struct connection *connection)
 {
     uint8_t bytes[64];
-    if (!connection->zmtp.ready || connection->broken || connection->pair != NULL)
+    if (connection->state != OPEN || connection->bond == LENDING || connection->pair != NULL)
         return; /* a pair has one process, and needs no sign of life */
-    if (connection->suspended || connection->muted)
-        return;
     bool heard = connection->bytes_written != connection->beaten;
     connection->beaten = connection->bytes_written;
     /* What beats have sent is in the queue until the next flush, which may be long after. */
@@ -424,12 +452,10 @@ void connection_beat(struct connection *connection)
     if (nothing_waits)
         send_bytes(connection, bytes, zmtp_ping(&connection->zmtp, bytes, 0));
     push(connection); /* whatever `writable` says: perhaps nobody has polled for as long */
-    if (errno != 0 && connection->kept) {
+    if (errno != 0 && connection->bond == RESUMABLE)
         lose(connection, errno);
-    } else if (errno != 0) {
-        connection->error = errno;
-        connection->broken = connection->readable = true;
-    }
+    else if (errno != 0)
+        break_off(connection, errno);
 }
 
 static ssize_t read_some(struct connection *connection, struct iovec *places, int count)
@@ -442,22 +468,17 @@ static ssize_t read_some(struct connection *connection, struct iovec *places, in
 bool connection_drain(struct connection *connection)
 {
     unsigned char unread[4096];
-    if (connection->suspended)
+    if (connection->state == SUSPENDED)
         return false;
-    connection_flush(connection);
-    hold(connection);
     if (connection->pair != NULL)
-        pair_wake_other(connection->pair, connection->side, true);
-    release(connection);
+        pair_await(connection->pair, !connection->side, 0); /* little is enough now */
+    connection_flush(connection);
     for (int reads = 0; reads < UNREAD; reads++) {
         struct iovec place = {unread, sizeof unread};
         if (read_some(connection, &place, 1) <= 0)
             break;
     }
-    if (connection->pair != NULL && pair_is_deserted(connection->pair, connection->side))
-        return false;
-    bool lost = connection->kept && connection->hung_up;
-    return connection->zmtp.ready && !connection->broken && !lost &&
+    return connection->state == OPEN && !has_lost_its_socket(connection) &&
            connection_unsent(connection) > 0;
 }
 
@@ -465,20 +486,26 @@ bool connection_drain(struct connection *connection)
 
 void connection_keep(struct connection *connection)
 {
-    connection->kept = connection->pair == NULL;
+    if (connection->pair == NULL && connection->state == OPEN)
+        connection->bond = RESUMABLE;
+}
+
+void connection_lend(struct connection *connection)
+{
+    connection->bond = LENDING;
 }
 
 bool connection_can_go_on(const struct connection *connection, uint64_t from)
 {
     uint64_t dropped = connection->bytes_written - connection->sent;
-    return connection->kept && !connection->broken && !connection->refused &&
+    return connection->bond == RESUMABLE && connection->state < CLOSING &&
            connection->at == connection->end && from >= dropped && from <= connection->bytes_written;
 }
 
 bool connection_is_between(const struct connection *connection)
 {
-    return connection->zmtp.ready && !connection->broken && connection->zmtp.kept == 0 &&
-           !connection->in_frame && connection->message.frames == 0 && connection->count == 0;
+    return connection->state == OPEN && connection->zmtp.kept == 0 && !connection->in_frame &&
+           connection->message.frames == 0 && connection->count == 0;
 }
 
 bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from)
@@ -496,11 +523,11 @@ bool connection_splice(struct connection *connection, struct connection *fresh, 
     connection->sent_whole = connection->ask_bytes = 0;
     pass_whole(connection);
     connection->bytes_written = connection->beaten = from;
-    connection->hung_up = fresh->hung_up;
-    connection->readable = connection->writable = true;
-    connection->suspended = false;
+    connection->readable = fresh->readable == INPUT_TO_END ? INPUT_TO_END : INPUT_SOME;
+    connection->writable = true;
     connection->low_water = 0;
-    fresh->muted = fresh->broken = true;
+    occur(connection, RESUMED);
+    occur(fresh, ENDED);
     return true;
 }
 
@@ -514,7 +541,7 @@ static bool displace(struct connection *connection, uint64_t sequence)
         return true;
     connection->body = block_take(connection->pool, message->placed_bytes);
     if (connection->body == NULL) {
-        connection->refused = true; /* nothing more is read */
+        occur(connection, ENDED);
         return false;
     }
     memset(connection->body->data, 0, message->placed_bytes);
@@ -529,10 +556,9 @@ static bool detach_queued(struct connection *connection, uint64_t sequence)
         struct outgoing *next = &connection->queue[(connection->first + at) & connection->mask];
         if (next->sequence != sequence || next->block != NULL || next->body_bytes == 0)
             continue;
-        struct block *copy = block_take(connection->pool, next->body_bytes);
+        struct block *copy = block_copy(connection->pool, next->body, next->body_bytes);
         if (copy == NULL)
             return false;
-        memcpy(copy->data, next->body, next->body_bytes);
         next->block = copy;
         next->body = copy->data;
     }
@@ -543,11 +569,12 @@ bool connection_detach(struct connection *connection, uint64_t sequence)
 {
     if (!displace(connection, sequence))
         return false;
-    hold(connection);
+    withdraw(connection);
     connection->ask_bytes = 0;
     drop_sent(connection);
     bool detached = detach_queued(connection, sequence);
-    release(connection);
+    if (connection->pair != NULL)
+        connection_flush(connection);
     return detached;
 }
 
@@ -664,8 +691,10 @@ static enum connection_event consume(struct connection *connection)
         connection->at = (size_t)(at - connection->in);
         if (event == ZMTP_ADMIT)
             return CONNECTION_ADMIT;
-        if (event == ZMTP_READY)
+        if (event == ZMTP_READY) {
+            occur(connection, READY);
             return CONNECTION_READY;
+        }
         if (event == ZMTP_FAILED || (event == ZMTP_FRAME && !begin_frame(connection)))
             return CONNECTION_ENDED;
     }
@@ -683,53 +712,58 @@ static size_t ahead(const struct connection *connection)
 
 void connection_note(struct connection *connection, uint32_t events)
 {
-    if (connection->suspended)
+    if (connection->state == SUSPENDED)
         return;
     /* The end of an attempt to connect, which has failed if there is an error, too. */
-    if (events & EPOLLOUT && (connection->connected || !(events & EPOLLERR))) {
-        connection->connected = connection->writable = true;
+    if (events & EPOLLOUT && (connection->state != CONNECTING || !(events & EPOLLERR))) {
+        occur(connection, CONNECTED);
+        connection->writable = true;
         connection_flush(connection);
     }
     if (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))
-        connection->hung_up = true;
-    if (events & ~(uint32_t)EPOLLOUT)
-        connection->readable = true;
+        connection->readable = INPUT_TO_END;
+    else if (events & ~(uint32_t)EPOLLOUT)
+        connection_look(connection);
+}
+
+static enum connection_event end(struct connection *connection)
+{
+    occur(connection, ENDED);
+    return CONNECTION_ENDED;
 }
 
 /* Waits for another socket. */
 static enum connection_event suspend(struct connection *connection)
 {
-    connection->suspended = true;
-    connection->readable = connection->writable = false;
+    occur(connection, DETACHED);
+    connection->readable = INPUT_NONE;
+    connection->writable = false;
     /* What is sealed from now on comes after what the codec has sealed to reply. */
-    if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
-        connection_break(connection, ENOMEM);
-    return CONNECTION_SUSPENDED;
+    if (connection->zmtp.reply_bytes == 0 || send_reply(connection))
+        return CONNECTION_SUSPENDED;
+    connection_break(connection, ENOMEM);
+    return end(connection);
 }
 
 enum connection_event connection_read(struct connection *connection)
 {
-    if (connection->refused)
-        connection->ended = connection->broken = true;
-    if (connection->ended)
+    if (connection->state == CLOSED)
         return CONNECTION_ENDED;
-    if (connection->suspended && !connection->broken) {
-        connection->readable = false;
+    if (connection->state == SUSPENDED) {
+        connection->readable = INPUT_NONE;
         return CONNECTION_IDLE;
     }
     for (int reads = 0;; reads++) {
         enum connection_event event = consume(connection);
         if (event == CONNECTION_ENDED) {
             connection_flush(connection); /* it may say why */
-            connection->ended = connection->broken = true;
+            return end(connection);
         }
         if (event != CONNECTION_IDLE)
             return event;
         connection->at = connection->end = 0;
-        if (!connection->readable) {
-            connection->ended = connection->broken;
-            return connection->ended ? CONNECTION_ENDED : CONNECTION_IDLE;
-        }
+        if (connection->readable == INPUT_NONE)
+            return connection->state < CLOSING ? CONNECTION_IDLE : end(connection);
         if (reads >= READS)
             return CONNECTION_BUSY;
         struct iovec places[2] = {
@@ -742,24 +776,38 @@ enum connection_event connection_read(struct connection *connection)
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0 && errno == EAGAIN) {
-            connection->readable = false;
+            connection->readable = INPUT_NONE;
             continue;
         }
-        if (got <= 0 && connection->kept && !connection->broken)
+        if (got <= 0 && connection->bond == RESUMABLE && connection->state == OPEN)
             return suspend(connection);
         if (got <= 0) {
             connection_break(connection, got < 0 ? errno : 0);
-            connection->ended = true;
-            return CONNECTION_ENDED;
+            return end(connection);
         }
         connection->bytes_read += (uint64_t)got;
-        if ((size_t)got < asked && !connection->hung_up)
-            connection->readable = false; /* that was all; the poll tells of more */
+        if ((size_t)got < asked && connection->readable == INPUT_SOME)
+            connection->readable = INPUT_NONE; /* that was all; the poll tells of more */
         size_t part = (size_t)got < connection->left ? (size_t)got : connection->left;
         connection->into += part;
         connection->left -= part;
         connection->end = (size_t)got - part;
     }
+}
+
+void connection_admit(struct connection *connection, bool admitted)
+{
+    enum zmtp_event event = zmtp_admit(&connection->zmtp, admitted);
+    if (event == ZMTP_READY)
+        occur(connection, READY);
+    connection_flush(connection); /* it may say why */
+    if (event == ZMTP_FAILED)
+        occur(connection, ENDED);
+}
+
+void connection_await_rest(struct connection *connection)
+{
+    connection_await(connection, connection->in_frame && connection->large ? connection->left : 0);
 }
 
 void connection_await(struct connection *connection, size_t nbytes)
@@ -768,28 +816,25 @@ void connection_await(struct connection *connection, size_t nbytes)
     int least = bytes > 0 ? bytes : 1;
     if (connection->low_water == bytes)
         return;
-    hold(connection);
     connection->low_water = bytes;
-    if (connection->pair != NULL)
-        connection->readable |= pair_has_enough(connection->pair, connection->side);
-    else
+    if (connection->pair == NULL)
         setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
-    release(connection);
+    else if (pair_await(connection->pair, connection->side, (size_t)bytes))
+        connection_look(connection);
 }
 
 /* Bytes that the kernel holds. */
 static uint64_t unread(const struct connection *connection)
 {
     int nbytes = 0;
-    if (connection->pair != NULL || ioctl(connection->fd, FIONREAD, &nbytes) < 0)
-        return 0;
-    return (uint64_t)nbytes;
+    return ioctl(connection->fd, FIONREAD, &nbytes) < 0 ? 0 : (uint64_t)nbytes; /* a pair has none */
 }
 
 uint64_t connection_backlog(const struct connection *connection)
 {
-    bool gone = connection->suspended || (connection->kept && connection->hung_up);
-    return gone ? UINT64_MAX : connection_unsent(connection) + unacknowledged(connection);
+    if (has_lost_its_socket(connection))
+        return UINT64_MAX;
+    return connection_unsent(connection) + unacknowledged(connection);
 }
 
 uint64_t connection_came(const struct connection *connection)
@@ -800,7 +845,8 @@ uint64_t connection_came(const struct connection *connection)
 bool connection_awaits(const struct connection *connection)
 {
     uint64_t least = connection->low_water > 0 ? (uint64_t)connection->low_water : 1;
-    return !connection->broken && (connection->readable || unread(connection) >= least);
+    return connection->state < CLOSING &&
+           (connection->readable != INPUT_NONE || unread(connection) >= least);
 }
 
 size_t connection_partial(const struct connection *connection)

@@ -6,8 +6,10 @@
  *
  * Within a process there is a pair in place of the sockets; the bytes are the same.
  *
- * A connection that is kept outlives its socket: when that breaks, both ends go on over another one,
+ * A resumable connection outlives its socket: when that breaks, both ends go on over another one,
  * each from the byte that the other has read last.
+ *
+ * Only the functions below write to the struct.
  */
 #ifndef REDUCER_CONNECTION_H
 #define REDUCER_CONNECTION_H
@@ -24,13 +26,37 @@ enum {
     LOW_WATER_BYTES = 256 << 10 /* at most: more would leave the caches before it is read */
 };
 
+/* connection.c has the table of what follows what. */
+enum connection_state {
+    CONNECTING, /* TCP's handshake is not done */
+    HANDSHAKE,  /* ZMTP's is not */
+    OPEN,
+    SUSPENDED,  /* its socket has broken, and there may be another one */
+    CLOSING,    /* nothing is sent any more; what has come is still read */
+    CLOSED      /* nor is anything read */
+};
+
+/* What there may be to read, as far as the poll and earlier reads tell. */
+enum connection_input {
+    INPUT_NONE,
+    INPUT_SOME,
+    INPUT_TO_END /* the peer sends no more: there is an end to be read */
+};
+
+/* What a connection and its socket are to each other. */
+enum connection_bond {
+    BOUND,     /* it ends with its socket */
+    RESUMABLE, /* what the peer's kernel has not acknowledged stays in the queue, for another socket */
+    LENDING    /* what follows in its socket is another connection's: it says nothing by itself */
+};
+
 enum connection_event {
     CONNECTION_IDLE,    /* there is nothing more for now */
     CONNECTION_BUSY,    /* much has come that is no event; there may be more: others first */
-    CONNECTION_ADMIT,   /* a peer shows its key: zmtp_admit, then read on */
+    CONNECTION_ADMIT,   /* a peer shows its key: connection_admit, then read on */
     CONNECTION_READY,   /* the handshake is done */
     CONNECTION_MESSAGE, /* `message` holds one, until connection_next */
-    CONNECTION_SUSPENDED, /* the socket of a kept one has broken: connection_splice, or it must end */
+    CONNECTION_SUSPENDED, /* the socket of a resumable one has broken: connection_splice, or it must end */
     CONNECTION_ENDED    /* `error` and zmtp.fault say why; neither: the peer has closed it */
 };
 
@@ -58,16 +84,11 @@ struct connection {
     struct pair *pair;      /* NULL: fd is a socket */
     unsigned side;          /* of the pair */
     int error;              /* errno of a call that has failed, 0 if none has */
-    bool connected;         /* TCP's handshake is done */
-    bool readable;          /* there may be something to read: cleared when there is no more */
-    bool hung_up;           /* the peer sends no more: there is an end to be read */
+    enum connection_state state;
+    enum connection_state reached; /* the furthest of the first three states */
+    enum connection_bond bond;
+    enum connection_input readable;
     bool writable;
-    bool broken;            /* nothing can be sent any more; what has come may still be read */
-    bool refused;           /* nothing more is heard from the peer: it ends at the next read */
-    bool kept;              /* what the peer's kernel has not acknowledged stays in the queue */
-    bool suspended;         /* there is no socket to read or write, but there may be one later */
-    bool muted;             /* what follows in its socket is to be another connection's */
-    bool ended;
     int low_water;          /* bytes that must have come before the poll tells of them; 0: any */
     struct zmtp zmtp;
     struct block_pool *pool; /* of payloads */
@@ -88,12 +109,12 @@ struct connection {
     struct block *body;     /* that this is in; NULL: it is in `small` */
     uint64_t bytes_read;
 
-    /* Output, in the order of sending; of a kept connection also what was sent last. */
+    /* Output, in the order of sending; of a resumable connection also what was sent last. */
     struct outgoing *queue;
     size_t first, count, mask; /* mask: places - 1 */
     size_t sent;               /* bytes from the first one on: */
     size_t sent_whole, sent_part; /* so many whole ones, and bytes of the one behind them */
-    size_t ask_bytes;          /* a kept one asks what was acknowledged when so many were sent */
+    size_t ask_bytes;          /* a resumable one asks what was acknowledged when so many were sent */
     uint64_t bytes_written, bytes_queued;
     uint64_t beaten; /* of bytes_written: at the latest beat */
 
@@ -110,17 +131,30 @@ bool connection_init(struct connection *connection, int fd, bool server,
  * its socket must be `fd` of that end. */
 void connection_join(struct connection *connection, struct pair *pair, unsigned side);
 void connection_free(struct connection *connection);
+/* Says where payloads go; see `place`. */
+void connection_place(struct connection *connection,
+                      unsigned char *(*place)(void *owner, uint32_t number,
+                                              const unsigned char *header, size_t nbytes),
+                      void *owner, uint32_t number);
+/* Says how large a payload's frame may be. */
+void connection_limit(struct connection *connection, uint64_t most_bytes);
 
 /* Takes note of what epoll says of the socket, as an edge. */
 void connection_note(struct connection *connection, uint32_t events);
 /* Reads on to the next event. */
 enum connection_event connection_read(struct connection *connection);
+/* Has it read, whatever the poll has told: that may wait for more than has come. */
+void connection_look(struct connection *connection);
+/* The answer to CONNECTION_ADMIT. */
+void connection_admit(struct connection *connection, bool admitted);
 /* Lets go of the message at hand. */
 void connection_next(struct connection *connection);
+/* The same, but for its payload, which the caller has now. */
+void connection_hand_over(struct connection *connection);
 
 /* Queues a message. With a block, or encrypted, nothing is read from the caller's memory after this;
- * else `payload` must live until it is sent, and if the connection is kept until the peer's kernel has
- * it, or connection_detach. NULL: one frame. False: out of memory, or nothing can be sent any more. */
+ * else `payload` must live until it is sent, and if the connection is resumable until the peer's kernel
+ * has it, or connection_detach. NULL: one frame. False: out of memory, or nothing can be sent any more. */
 bool connection_send(struct connection *connection, const void *header, const void *payload,
                      size_t nbytes, struct block *block, uint64_t sequence);
 /* Sends a heartbeat, or some of what waits; nothing if the peer has been sent something since the
@@ -132,23 +166,22 @@ void connection_beat(struct connection *connection);
 void connection_flush(struct connection *connection);
 /* Has it end, for the reason that errno would give, when all that came is read. */
 void connection_break(struct connection *connection, int error);
+/* Has it end at the next read: nothing more is heard from the peer. */
+void connection_refuse(struct connection *connection);
 
-/* Copies some of what is queued, which has it sent, to where the other end of a pair reads; both
- * arguments move on. To be called with the pair's lock. */
-size_t connection_take(struct connection *connection, struct iovec **places, int *count);
-
-/* Keeps what is sent from now on until the peer's kernel has it, so that the connection can go on over
- * another socket. Not a pair. */
+/* Makes an open connection resumable. A pair, which cannot break, stays as it is. */
 void connection_keep(struct connection *connection);
-/* Whether a kept connection can go on where the peer has read `from` bytes. */
+/* Says nothing more over the socket by itself: what is sent there after this is another connection's. */
+void connection_lend(struct connection *connection);
+/* Whether a resumable connection can go on where the peer has read `from` bytes. */
 bool connection_can_go_on(const struct connection *connection, uint64_t from);
 /* Whether a connection is between two messages, of which it has sent all: another one can have its
  * socket. */
 bool connection_is_between(const struct connection *connection);
-/* Goes on over the socket of a fresh connection that is between two messages, and says nothing more by
- * itself; the caller frees it. The peer has read `from` bytes. The socket's number in this process is
- * that of the former one, and the caller has it polled anew. False, with nothing done: one of them
- * cannot do that. */
+/* Goes on over the socket of a fresh connection, which is between two messages and closed afterwards;
+ * the caller frees it. The peer has read `from` bytes. The socket's number in this process is that of
+ * the former one, and the caller has it polled anew. False, with nothing done: one of them cannot do
+ * that. */
 bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from);
 /* Bytes that are queued and with no kernel yet. */
 uint64_t connection_unsent(const struct connection *connection);
@@ -157,13 +190,15 @@ uint64_t connection_unsent(const struct connection *connection);
  * that is closed with something unread drops what it has to send. Whether something is left. */
 bool connection_drain(struct connection *connection);
 
-/* Copies what is queued of an all-reduce, and has not been sent (if kept: acknowledged), and reads no more of its results in their place.
- * False: out of memory. */
+/* Copies what is queued of an all-reduce, and has not been sent (if resumable: acknowledged), and reads
+ * no more of its results in their place. False: out of memory. */
 bool connection_detach(struct connection *connection, uint64_t sequence);
 
 /* Has the poll tell of input when so many bytes have come, or LOW_WATER_BYTES: fewer wake-ups. 0: when
  * any have. They must be on their way, or the owner must look by itself. */
 void connection_await(struct connection *connection, size_t nbytes);
+/* The same for the rest of a large payload that has come in part: nothing can be done with a part. */
+void connection_await_rest(struct connection *connection);
 /* Bytes that were queued, and that the peer's kernel has not acknowledged; UINT64_MAX if nothing is
  * sent before there is another socket. Not of a pair. */
 uint64_t connection_backlog(const struct connection *connection);

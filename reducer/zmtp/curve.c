@@ -1,7 +1,8 @@
 #include "curve.h"
 
 #include <stdlib.h>
-#include <string.h>
+
+#include "bytes.h"
 
 enum { NONCE_BYTES = 24, COOKIE_BYTES = 96, LONG_NONCE_BYTES = 16 };
 
@@ -50,20 +51,6 @@ void curve_use(const struct sodium *functions)
 
 /* -- nonces and boxes -------------------------------------------------------------------------- */
 
-static uint64_t get_u64(const uint8_t *at)
-{
-    uint64_t value = 0;
-    for (int i = 0; i < 8; i++)
-        value = value << 8 | at[i];
-    return value;
-}
-
-static void put_u64(uint8_t *at, uint64_t value)
-{
-    for (int i = 7; i >= 0; i--, value >>= 8)
-        at[i] = (uint8_t)value;
-}
-
 /* A nonce: a prefix of 16 bytes and a counter, or one of 8 bytes and a random number. */
 static void make_nonce(uint8_t *nonce, const char *prefix, const uint8_t *rest)
 {
@@ -102,11 +89,6 @@ static enum curve_verdict unseal_next(struct curve *curve, uint8_t *box, size_t 
         return CURVE_SHUT;
     curve->peer_nonce = count;
     return CURVE_OPEN;
-}
-
-static bool is_named(const uint8_t *body, size_t nbytes, const char *name, size_t name_bytes)
-{
-    return nbytes >= name_bytes && memcmp(body, name, name_bytes) == 0;
 }
 
 /* -- a connection ------------------------------------------------------------------------------ */
@@ -155,7 +137,7 @@ bool curve_write_hello(struct curve *curve, uint8_t *out)
 
 enum curve_verdict curve_read_hello(struct curve *curve, uint8_t *body, size_t nbytes)
 {
-    if (nbytes != CURVE_HELLO_BYTES || !is_named(body, nbytes, "\5HELLO", NAME_HELLO) ||
+    if (nbytes != CURVE_HELLO_BYTES || !is_named(body, nbytes, "\5HELLO") ||
         body[HELLO_VERSION] != 1 || body[HELLO_VERSION + 1] != 0)
         return CURVE_BAD;
     memcpy(curve->peer_public, body + HELLO_KEY, CURVE_KEY_BYTES);
@@ -182,7 +164,7 @@ void curve_write_welcome(struct curve *curve, uint8_t *out)
 
 enum curve_verdict curve_read_welcome(struct curve *curve, uint8_t *body, size_t nbytes)
 {
-    if (nbytes != CURVE_WELCOME_BYTES || !is_named(body, nbytes, "\7WELCOME", NAME_WELCOME))
+    if (nbytes != CURVE_WELCOME_BYTES || !is_named(body, nbytes, "\7WELCOME"))
         return CURVE_BAD;
     if (!unseal(body + WELCOME_BOX, CURVE_KEY_BYTES + COOKIE_BYTES, "WELCOME-", body + NAME_WELCOME,
                 curve->shared))
@@ -221,7 +203,7 @@ bool curve_write_initiate(struct curve *curve, uint8_t *out, const uint8_t *meta
 enum curve_verdict curve_read_initiate(struct curve *curve, uint8_t *body, size_t nbytes,
                                        uint8_t *client_key)
 {
-    if (nbytes < CURVE_INITIATE_BYTES || !is_named(body, nbytes, "\10INITIATE", NAME_INITIATE))
+    if (nbytes < CURVE_INITIATE_BYTES || !is_named(body, nbytes, "\10INITIATE"))
         return CURVE_BAD;
     if (sodium->memcmp(body + NAME_INITIATE, curve->cookie, COOKIE_BYTES) != 0)
         return CURVE_SHUT;
@@ -259,7 +241,7 @@ void curve_write_ready(struct curve *curve, uint8_t *out, const uint8_t *metadat
 
 enum curve_verdict curve_read_ready(struct curve *curve, uint8_t *body, size_t nbytes)
 {
-    if (nbytes < CURVE_READY_BYTES || !is_named(body, nbytes, "\5READY", NAME_READY))
+    if (nbytes < CURVE_READY_BYTES || !is_named(body, nbytes, "\5READY"))
         return CURVE_BAD;
     return unseal_next(
         curve, body + READY_BOX, nbytes - CURVE_READY_BYTES, "CurveZMQREADY---", body + NAME_READY);
@@ -278,7 +260,7 @@ void curve_seal(struct curve *curve, uint8_t *out, size_t nbytes, uint8_t flags)
 
 enum curve_verdict curve_unseal(struct curve *curve, uint8_t *body, uint64_t nbytes, uint8_t *flags)
 {
-    if (nbytes < CURVE_MESSAGE_BYTES || !is_named(body, nbytes, "\7MESSAGE", NAME_MESSAGE))
+    if (nbytes < CURVE_MESSAGE_BYTES || !is_named(body, nbytes, "\7MESSAGE"))
         return CURVE_BAD;
     enum curve_verdict verdict = unseal_next(
         curve, body + MESSAGE_BOX, nbytes - MESSAGE_BOX - CURVE_MAC_BYTES,

@@ -2,7 +2,6 @@
 
 #include <errno.h>
 #include <signal.h>
-#include <time.h>
 #include <unistd.h>
 
 static const uint64_t SECOND_NS = 1000 * 1000 * 1000;
@@ -13,14 +12,11 @@ static void *run(void *argument)
     struct pulse *pulse = argument;
     pthread_mutex_lock(&pulse->lock);
     while (!pulse->stopping) {
-        struct timespec at;
-        clock_gettime(CLOCK_MONOTONIC, &at);
-        uint64_t now = (uint64_t)at.tv_sec * SECOND_NS + (uint64_t)at.tv_nsec;
+        uint64_t now = now_ns();
         uint64_t due = pulse->beat(pulse->of, now);
         if (due < now + PAUSE_NS)
             due = now + PAUSE_NS;
-        at.tv_sec = (time_t)(due / SECOND_NS);
-        at.tv_nsec = (long)(due % SECOND_NS);
+        struct timespec at = {(time_t)(due / SECOND_NS), (long)(due % SECOND_NS)};
         pthread_cond_timedwait(&pulse->stop, &pulse->lock, &at);
     }
     pthread_mutex_unlock(&pulse->lock);

@@ -6,6 +6,15 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
+#include <time.h>
+
+/* Of the clock by which everything here is due. */
+static inline uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
+}
 
 struct pulse {
     pthread_mutex_t lock; /* held during a beat, and by whoever uses what it uses */

@@ -1,6 +1,6 @@
 #include "zmtp.h"
 
-#include <string.h>
+#include "bytes.h"
 
 enum state {
     IN_GREETING,
@@ -34,14 +34,6 @@ static const char REFUSAL[] = "\5ERROR\3" "400"; /* as libzmq passes on what ZAP
 
 /* -- what both directions use ------------------------------------------------------------------ */
 
-static uint64_t get_u64(const uint8_t *at)
-{
-    uint64_t value = 0;
-    for (int i = 0; i < 8; i++)
-        value = value << 8 | at[i];
-    return value;
-}
-
 static size_t write_header(uint8_t *out, uint64_t nbytes, uint8_t flags)
 {
     if (nbytes <= UINT8_MAX) {
@@ -50,8 +42,7 @@ static size_t write_header(uint8_t *out, uint64_t nbytes, uint8_t flags)
         return 2;
     }
     out[0] = flags | FLAG_LONG;
-    for (int i = 8; i > 0; i--, nbytes >>= 8)
-        out[i] = (uint8_t)nbytes;
+    put_u64(out + 1, nbytes);
     return ZMTP_HEADER_BYTES;
 }
 
@@ -76,13 +67,6 @@ static void copy_text(char *out, const uint8_t *text, size_t nbytes)
     for (size_t i = 0; i < nbytes; i++)
         out[i] = text[i] >= ' ' && text[i] <= '~' ? (char)text[i] : '?';
     out[nbytes] = '\0';
-}
-
-/* Whether a command has this name; the length comes first in both. */
-static bool is_named(const uint8_t *body, size_t nbytes, const char *name)
-{
-    size_t name_bytes = 1 + (size_t)name[0];
-    return nbytes >= name_bytes && memcmp(body, name, name_bytes) == 0;
 }
 
 /* -- what is said ------------------------------------------------------------------------------ */

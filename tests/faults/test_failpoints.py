@@ -4,39 +4,39 @@ import re
 import signal
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from reducer import failpoints
 from reducer.errors import RankLostError, ReducerLostError, ReductionError, ReductionTimeout
-from reducer.failpoints import LEAVE_S, Action, Failpoint, Place, parse
 from reducer.pool import READY
-from reducer.runtime import _loop as reducer_loop
 from tests.integration.calls import ones, until_stopped
 from tests.ranks import environments, ranks
+from torture.failpoints import (
+    LEAVE_S,
+    REDUCER_LOOP,
+    WORKER_LOOP,
+    Action,
+    Failpoint,
+    Place,
+    arm,
+    arm_module,
+    parse,
+)
 from worker_client.client.bootstrap import connect
-from worker_client.runtime import _loop as worker_loop
 
 ROOT = Path(__file__).parents[2]
 TWINS = ["plain", "reducer", "worker"]
-SERVE = ["-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
-# Rank 0 of 2: all-reduces of 3 chunks of ones, until it is told to stop by the end of its input.
-WORK = """
-import sys, numpy as np
-from worker_client.client.bootstrap import connect
-with connect(rank=0, world_size=2, connect_timeout="500ms", timeout="300ms") as client:
-    print("joined", flush=True)
-    for _ in sys.stdin:
-        print(client.all_reduce(np.ones(49152, np.float32), op="sum").wait(10)[0], flush=True)
-"""
+ARMS = [arm, *(partial(arm_module, module) for module in (REDUCER_LOOP, WORKER_LOOP))]
+RUN = ("-m", "torture.failpoints")
+SERVE = ["reducer", "serve", "--bind", "tcp://127.0.0.1:0", "--log-level", "error"]
 
 
 @contextmanager
 def reducer(failpoints):
     """A running `reducer serve`, and its address."""
-    given = environments(1, REDUCTION_FAILPOINTS=failpoints)
-    with ranks(given, *SERVE, talk=True) as (running,):
+    with ranks(environments(1), *RUN, failpoints, *SERVE, talk=True) as (running,):
         yield running, running.stdout.readline().removeprefix(READY).strip()
 
 
@@ -44,8 +44,8 @@ def reducer(failpoints):
 def worker(failpoints, servers, job):
     """A worker that makes an all-reduce for each line that it is sent, and says its first sum."""
     settings = {"REDUCTION_JOB": job, "REDUCTION_CHUNK_BYTES": "64KiB"}
-    given = environments(1, servers, REDUCTION_FAILPOINTS=failpoints, **settings)
-    with ranks(given, "-c", WORK, talk=True) as (running,):
+    given = environments(1, servers, **settings)
+    with ranks(given, *RUN, failpoints, "tests.faults.sums", talk=True) as (running,):
         yield running
 
 
@@ -90,17 +90,16 @@ def test_what_is_refused(text, why):
 
 
 def test_c_has_the_same_places_and_actions():
-    header = (ROOT / "reducer" / "failpoints" / "failpoints.h").read_text()
-    source = (ROOT / "reducer" / "failpoints" / "failpoints.c").read_text()
+    header = (ROOT / "torture" / "failpoints" / "failpoints.h").read_text()
     places = re.search(r"enum failpoint \{(.*?)\}", header, re.DOTALL)
-    actions = re.search(r"enum action \{(.*?)\}", source, re.DOTALL)
+    actions = re.search(r"enum action \{(.*?)\}", header, re.DOTALL)
     assert places
     assert actions
     assert re.findall(r"\w+", places[1]) == [place.name for place in Place] + ["FAILPOINTS"]
     assert re.findall(r"\w+", actions[1]) == ["NOTHING"] + [action.name for action in Action]
 
 
-@pytest.mark.parametrize("arm", [failpoints.arm, reducer_loop.arm, worker_loop.arm], ids=TWINS)
+@pytest.mark.parametrize("arm", ARMS, ids=TWINS)
 def test_which_pass_counts(arm):
     try:
         hit = arm(parse("worker.received=drop@2,reducer.welcome=drop,reducer.tick=delay:20ms@2"))

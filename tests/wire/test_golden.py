@@ -13,9 +13,9 @@ from reducer.runtime import implementation
 from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, decode, decode_error
-from reducer.zmtp._zmtp import Zmtp
 from tests.engine.twins import Served
 from tests.wire.golden.sessions import SESSIONS
+from tests.zmtp._zmtp import Zmtp
 from worker_client.client.bootstrap import connect
 
 FOLDER = Path(__file__).with_name("golden")

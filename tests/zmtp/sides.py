@@ -7,7 +7,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from reducer.zmtp._zmtp import Zmtp
+from tests.zmtp._zmtp import Zmtp
 
 MAX_FRAME_BYTES = 8 << 20
 TIMEOUT_S = 20.0

@@ -8,7 +8,8 @@ from zmq.utils import z85
 
 from fuzz.seeded import Seeded
 from reducer.errors import ConfigError
-from reducer.zmtp import _zmtp, sodium
+from reducer.zmtp import sodium
+from tests.zmtp import _zmtp
 from tests.zmtp.sides import (
     MAX_FRAME_BYTES,
     MECHANISMS,

@@ -21,7 +21,6 @@ from reducer.errors import (
     RankLostError,
     ReductionTimeout,
 )
-from reducer.failpoints import parse
 from reducer.units import host_port, is_loopback
 from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
@@ -34,7 +33,7 @@ from worker_client.communicators.placement import arrange, host_identity, host_n
 from worker_client.launch import Role
 from worker_client.launch.resolved import Launcher
 from worker_client.protocol.spec import Heartbeats, JobSpec, file_name
-from worker_client.runtime import faults, implementation
+from worker_client.runtime import implementation
 from worker_client.runtime.credentials import load as load_keys
 from worker_client.staging.wire_rule import WIRE_DTYPES
 
@@ -417,9 +416,8 @@ def _composer(
     place: Place | None = None,
     meet: Callable[[str], NodeSockets] | None = None,
 ) -> Composer:
-    chosen = faults.around(implementation.select(settings.impl), parse(settings.failpoints))
     return Composer(
-        chosen,
+        implementation.select(settings.impl),
         timeout_s=settings.timeout,
         connect_timeout_s=settings.connect_timeout,
         io_threads=settings.io_threads,

@@ -2,19 +2,8 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
+from reducer.zmtp.net cimport block, block_pool
 from worker_client.protocol._state cimport OperationState
-
-
-cdef extern from "reducer/zmtp/block.h" nogil:
-    struct block:
-        unsigned char *data
-        size_t nbytes
-
-    struct block_pool:
-        pass
-
-    block *block_take(block_pool *pool, size_t nbytes) noexcept
-    void block_drop(block_pool *pool, block *dropped) noexcept
 
 
 cdef extern from "reducer/wire/header.h" nogil:

@@ -7,6 +7,8 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
+from reducer.zmtp.net cimport block_drop, block_take
+
 from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
 from worker_client.protocol.flight import Carried, LinkStats, Send
 

@@ -3,39 +3,8 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from reducer.zmtp.curve cimport curve_keys
-from worker_client.protocol._flight cimport CompiledFlight, block, flight as flight_t
-
-
-cdef extern from "reducer/zmtp/connection.h" nogil:
-    enum zmtp_fault:
-        ZMTP_DIFFERS
-        ZMTP_REFUSED
-        ZMTP_WRONG_KEY
-
-    ctypedef struct zmtp_t "struct zmtp":
-        bint ready
-        int fault
-        char *peer_mechanism
-        char *reason
-
-    struct message:
-        unsigned frames
-        bint foreign
-        unsigned char *header
-        block *payload
-
-    struct pair:
-        pass
-
-    struct connection:
-        int error
-        bint connected
-        bint ended
-        bint suspended
-        bint in_frame
-        zmtp_t zmtp
-        message message
-        uint64_t bytes_read
+from reducer.zmtp.net cimport connection, pair
+from worker_client.protocol._flight cimport CompiledFlight, flight as flight_t
 
 
 cdef extern from "worker_client/runtime/loop.h" nogil:

@@ -1,8 +1,7 @@
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
-from reducer.failpoints import Failpoint, Place
 from reducer.wire.header import Buffer
 from worker_client.protocol._flight import CompiledFlight
 
@@ -22,8 +21,6 @@ class Change(NamedTuple):
     reason: str
 
 def use_sodium(functions: Sequence[int]) -> None: ...
-def arm(failpoints: Sequence[Failpoint]) -> Callable[[Place], bool]: ...
-def hit(place: Place) -> bool: ...
 
 class Loop:
     def __init__(self, flight: CompiledFlight, every_s: float) -> None: ...

@@ -6,8 +6,18 @@ from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from reducer.failpoints._failpoints cimport arm_table, pass_place
 from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
+from reducer.zmtp.net cimport (
+    CONNECTING,
+    OPEN,
+    SUSPENDED,
+    ZMTP_DIFFERS,
+    ZMTP_REFUSED,
+    ZMTP_WRONG_KEY,
+    connection,
+    message as message_t,
+    pair,
+)
 from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES
 
 from enum import IntEnum
@@ -27,7 +37,7 @@ class Change(NamedTuple):
 
     Attributes:
         line: which it is.
-        ready: its handshake is done, and it has not ended.
+        ready: its handshake is done, and it can be used.
         suspended: it is kept, and its socket has broken.
         shook: its handshake had been done when it ended.
         error: errno of the call that has failed, 0 if none has.
@@ -54,17 +64,6 @@ def use_sodium(functions):
     for at, address in enumerate(functions):
         (<void **>&_sodium)[at] = <void *><uintptr_t>address
     curve_use(&_sodium)
-
-
-def arm(failpoints):
-    """Arm the table of `loop.c`; see `reducer.failpoints.arm`."""
-    arm_table(failpoints)
-    return hit
-
-
-def hit(place):
-    """Pass a place of that table; whether what is at hand is to be dropped."""
-    return pass_place(place)
 
 
 @cython.no_gc_clear  # a collector leaves it its flight until its connections have ended
@@ -184,7 +183,7 @@ cdef class Loop:
     def connected(self, line):
         """Whether TCP's handshake is done."""
         cdef connection *its = self.its.line[self.check(line)].connection
-        return its != NULL and its.connected
+        return its != NULL and its.reached != CONNECTING
 
     def paused_s(self):
         """Return for how many seconds the process did not run before it ran again, within the last
@@ -241,8 +240,8 @@ cdef class Loop:
                 continue
             self.its.line[line].changed = False
             return Change(
-                line, its.zmtp.ready and not its.ended, its.suspended and not its.ended,
-                its.zmtp.ready, its.error, its.zmtp.fault,
+                line, its.state == OPEN, its.state == SUSPENDED, its.zmtp.ready,
+                its.error, its.zmtp.fault,
                 its.zmtp.peer_mechanism.decode("ascii", "replace"),
                 its.zmtp.reason.decode("ascii", "replace"),
             )
@@ -289,7 +288,7 @@ cdef class Loop:
         cdef connection *sender = self.its.line[self.its.from_].connection
         if sender == NULL or sender.message.frames == 0:
             return None  # the connection was closed meanwhile
-        cdef message *found = &sender.message
+        cdef message_t *found = &sender.message
         header = payload = b""
         if not found.foreign:
             header = PyBytes_FromStringAndSize(<char *>found.header, HEADER_BYTES)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from reducer import failpoints
 from reducer.errors import ConfigError
 from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.runtime.plain_transport import PlainTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from reducer.failpoints import Failpoint, Place
     from worker_client.protocol.flight import Flight
     from worker_client.protocol.spec import Heartbeats
     from worker_client.runtime.credentials import Keys
@@ -43,18 +39,16 @@ class Implementation(NamedTuple):
         name: ``compiled`` or ``plain``.
         flight: what the session keeps its chunks in.
         transport: what moves them.
-        arm: sets failpoints, and returns what passes one; see `failpoints.arm`.
         inproc: how endpoints begin at which the transport reaches reducers of this process.
     """
 
     name: str
     flight: type[Flight]
     transport: MakeTransport
-    arm: Callable[[Sequence[Failpoint]], Callable[[Place], bool]]
     inproc: str
 
 
-PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm, inproc="inproc://")
+PLAIN = Implementation("plain", PlainFlight, PlainTransport, inproc="inproc://")
 
 
 def select(name: str | None) -> Implementation:
@@ -83,6 +77,4 @@ def _compiled() -> Implementation:
         raise ConfigError(
             f"the compiled loop was not built: install a C compiler and reinstall ({error})"
         ) from None
-    return Implementation(
-        "compiled", _flight.CompiledFlight, CompiledTransport, _loop.arm, inproc="pair://"
-    )
+    return Implementation("compiled", _flight.CompiledFlight, CompiledTransport, inproc="pair://")

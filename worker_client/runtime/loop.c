@@ -5,10 +5,9 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
-#include "reducer/failpoints/failpoints.h"
+#include "reducer/failpoints.h"
 
 enum {
     EVENTS = 64,            /* that one look at the sockets brings */
@@ -26,13 +25,6 @@ static const uint64_t PAUSED_NS = 300 * 1000 * 1000; /* that heartbeats are over
 static const uint64_t RECENT_NS = 1000 * 1000 * 1000;
 
 static const uint32_t WAKER = UINT32_MAX; /* in the place of a line's number */
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * UINT64_C(1000000000) + (uint64_t)now.tv_nsec;
-}
 
 /* -- heartbeats ------------------------------------------------------------------------------ */
 
@@ -107,6 +99,14 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
            pulse_start(&loop->pulse, ping_all, loop);
 }
 
+/* Takes note of what the poll says of a line's socket. */
+static void note(struct loop *loop, const struct epoll_event *event)
+{
+    uint32_t line = event->data.u32;
+    if (line < loop->lines && loop->line[line].connection != NULL)
+        connection_note(loop->line[line].connection, event->events);
+}
+
 /* Waits until everything is with the kernel. */
 static void linger(struct loop *loop, long timeout_ms)
 {
@@ -119,8 +119,7 @@ static void linger(struct loop *loop, long timeout_ms)
         struct epoll_event events[EVENTS];
         int found = unsent ? epoll_wait(loop->epoll, events, EVENTS, LINGER_LOOK_MS) : 0;
         for (int at = 0; at < found; at++)
-            if (events[at].data.u32 < loop->lines && loop->line[events[at].data.u32].connection)
-                loop->line[events[at].data.u32].connection->writable = true;
+            note(loop, &events[at]);
     }
 }
 
@@ -204,9 +203,7 @@ static bool open_connection(struct loop *loop, uint32_t line, int fd, struct pai
         errno = ENOMEM;
         return false;
     }
-    opened->place = place;
-    opened->owner = loop;
-    opened->number = line;
+    connection_place(opened, place, loop, line);
     pulse_hold(&loop->pulse);
     bool watched = watch(loop, fd, line, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
     if (watched && pair != NULL)
@@ -232,7 +229,7 @@ bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys
 
 bool loop_join(struct loop *loop, uint32_t line, struct pair *pair)
 {
-    if (open_connection(loop, line, pair->fd[1], pair, NULL))
+    if (open_connection(loop, line, pair->end[1].fd, pair, NULL))
         return true;
     int error = errno;
     pair_leave(pair, 1);
@@ -258,7 +255,7 @@ void loop_keep(struct loop *loop, uint32_t line)
 static bool splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from)
 {
     struct connection *connection = loop->line[line].connection;
-    if (connection == NULL || loop->line[fresh].connection == NULL || !connection->suspended)
+    if (connection == NULL || loop->line[fresh].connection == NULL || connection->state != SUSPENDED)
         return false;
     epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
     if (!connection_splice(connection, loop->line[fresh].connection, from) ||
@@ -324,10 +321,9 @@ static bool heed(struct loop *loop)
 static bool send_copy(struct loop *loop, struct connection *connection, const void *header,
                       const void *payload, size_t nbytes)
 {
-    struct block *copy = block_take(&loop->flight->pool, nbytes);
+    struct block *copy = block_copy(&loop->flight->pool, payload, nbytes);
     if (copy == NULL)
         return false;
-    memcpy(copy->data, payload, nbytes);
     bool sent = connection_send(connection, header, copy->data, nbytes, copy, NO_SEQUENCE);
     block_drop(&loop->flight->pool, copy);
     return sent;
@@ -437,7 +433,7 @@ bool loop_send(struct loop *loop, uint32_t line, const void *header, const void 
         flush(loop, line);
     /* What is sent over the same socket after this is another connection's. */
     if (sent && ((const uint8_t *)header)[offsetof(struct header, type)] == TYPE_RESUME)
-        connection->muted = true;
+        connection_lend(connection);
     pulse_release(&loop->pulse);
     return sent;
 }
@@ -527,7 +523,7 @@ static void await_results(struct loop *loop, uint32_t line)
     struct loop_line *its = &loop->line[line];
     if (!its->carries)
         return; /* no result comes over it */
-    bool any = its->late || its->connection->hung_up || !its->connection->zmtp.ready;
+    bool any = its->late || its->connection->state != OPEN;
     uint32_t least = any ? 0 : flight_least(loop->flight, its->link);
     size_t several = its->next == line ? together(loop, its->link) : 1; /* streams share them */
     size_t bytes = 0;
@@ -551,7 +547,8 @@ static void lose_patience(struct loop *loop)
         uint64_t until = its->awaited_ns + PATIENT_NS;
         if (loop->polled_ns >= until) {
             connection_await(its->connection, 0);
-            its->late = its->connection->readable = true;
+            connection_look(its->connection);
+            its->late = true;
         } else if (loop->patient_ns == 0 || until < loop->patient_ns) {
             loop->patient_ns = until;
         }
@@ -592,7 +589,7 @@ static enum loop_event serve(struct loop *loop, uint32_t line, uint64_t *complet
             break;
     }
     flush(loop, line);
-    if (!connection->readable && loop->line[line].connection == connection)
+    if (connection->readable == INPUT_NONE && loop->line[line].connection == connection)
         await_results(loop, line);
     return LOOP_QUIET;
 }
@@ -602,7 +599,8 @@ static bool may_receive(const struct loop *loop, uint32_t line)
 {
     const struct connection *connection = loop->line[line].connection;
     return connection != NULL && !loop->line[line].changed &&
-           (connection->readable || connection->broken || connection->at < connection->end);
+           (connection->readable != INPUT_NONE || connection->state >= CLOSING ||
+            connection->at < connection->end);
 }
 
 /* Waits until a socket has news, or it is woken. */
@@ -632,8 +630,8 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
     for (int at = 0; at < found; at++) {
         if (events[at].data.u32 == WAKER)
             atomic_store(&loop->woken, true);
-        else if (events[at].data.u32 < loop->lines && loop->line[events[at].data.u32].connection)
-            connection_note(loop->line[events[at].data.u32].connection, events[at].events);
+        else
+            note(loop, &events[at]);
     }
     return LOOP_QUIET;
 }

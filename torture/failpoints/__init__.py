@@ -1,31 +1,30 @@
 """Failpoints: places at which a test makes a real process die, stop, be slow or lose a message.
 
-`REDUCTION_FAILPOINTS` names them; the two `config` modules read it. Workers and reducers share one
-list, because a worker may host a reducer. What passes them is the compiled loops, whose twin of
-`arm` is in `failpoints.c`, and the wrappers of the two `faults` modules: where nothing is set there
-are none.
+``python -m torture.failpoints FAILPOINTS MODULE ...`` runs a module with them, such as `reducer`.
+They stand around the objects of the product, of which it knows nothing; the compiled loops alone
+have places in their own code, in a build in place and in no wheel (`failpoints.h`). Workers and
+reducers share one list, because a worker may host a reducer.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 import signal
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from importlib import import_module
 from itertools import count
-from typing import TYPE_CHECKING
 
 from reducer.units import seconds
 from reducer.wire.constants import HEADER_BYTES
-from reducer.wire.header import PREFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from reducer.wire.header import Buffer
+from reducer.wire.header import PREFIX, Buffer
 
 LEAVE_S = 0.05  # for libzmq's threads to send what they were handed, before the process ends
+# The compiled loops, each with a table of its own.
+REDUCER_LOOP, WORKER_LOOP = "reducer.runtime._loop", "worker_client.runtime._loop"
 
 
 class Place(IntEnum):
@@ -53,7 +52,7 @@ class Place(IntEnum):
 
 
 class Action(IntEnum):
-    """What happens there; the same as in `failpoints.c`."""
+    """What happens there; the same as in `failpoints.h`."""
 
     KILL = 1
     STOP = 2
@@ -159,6 +158,32 @@ def arm(failpoints: Sequence[Failpoint]) -> Callable[[Place], bool]:
         return failpoint.action is Action.DROP
 
     return hit
+
+
+def has_failpoints(module: str) -> bool:
+    """Whether a compiled loop was built with failpoints."""
+    return hasattr(_library(module), "failpoint_arm")
+
+
+def _library(module: str) -> ctypes.CDLL:
+    return ctypes.CDLL(import_module(module).__file__)
+
+
+def arm_module(module: str, failpoints: Sequence[Failpoint]) -> Callable[[Place], bool]:
+    """Fill in the table of a compiled loop, and return what passes it, as `arm` does.
+
+    Raises:
+        RuntimeError: the module was built without failpoints.
+    """
+    if not has_failpoints(module):
+        raise RuntimeError(f"{module} has no failpoints: build it in place (pip install -e .)")
+    table = _library(module)
+    table.failpoint_pass.restype = ctypes.c_bool
+    table.failpoints_disarm()
+    for each in failpoints:
+        delay_ns, at = ctypes.c_uint64(int(each.delay_s * 1e9)), ctypes.c_uint64(each.at)
+        table.failpoint_arm(int(each.place), int(each.action), delay_ns, at)
+    return lambda place: bool(table.failpoint_pass(int(place)))
 
 
 def message_type(header: Buffer) -> int:

@@ -1,7 +1,7 @@
 """One side of a connection of ZMTP, as bytes and events; see `zmtp.h`.
 
-The loops use the struct. This class is for what looks at the protocol from outside: tests, the
-fuzzer, and tools.
+The loops use the struct. This class is for what looks at the protocol from outside: tests and the
+fuzzer.
 """
 
 from cpython.bytearray cimport PyByteArray_AsString
@@ -11,6 +11,16 @@ from libc.string cimport memcpy
 
 from reducer.zmtp.curve cimport (
     CURVE_KEY_BYTES, copy_keys, curve_keys, curve_use, explicit_bzero, sodium,
+)
+from reducer.zmtp.net cimport (
+    ZMTP_DIFFERS,
+    ZMTP_FOREIGN,
+    ZMTP_MALFORMED,
+    ZMTP_REFUSED,
+    ZMTP_TOO_LARGE,
+    ZMTP_UNKNOWN_KEY,
+    ZMTP_WRONG_KEY,
+    zmtp_t,
 )
 
 from reducer.zmtp.sodium import FUNCTIONS, addresses
@@ -23,30 +33,6 @@ cdef extern from "reducer/zmtp/zmtp.h" nogil:
         ZMTP_READY
         ZMTP_FRAME
         ZMTP_FAILED
-
-    enum zmtp_fault:
-        ZMTP_NO_FAULT
-        ZMTP_FOREIGN
-        ZMTP_DIFFERS
-        ZMTP_REFUSED
-        ZMTP_WRONG_KEY
-        ZMTP_UNKNOWN_KEY
-        ZMTP_MALFORMED
-        ZMTP_TOO_LARGE
-
-    struct zmtp_frame:
-        uint64_t wire_bytes, nbytes
-        bint more, command
-
-    ctypedef struct zmtp_t "struct zmtp":
-        bint ready, sealed
-        zmtp_fault fault
-        char *peer_mechanism
-        char *reason
-        zmtp_frame frame
-        uint8_t *peer_key
-        size_t reply_bytes
-        uint8_t *reply
 
     bint zmtp_init(
         zmtp_t *zmtp, bint server, const curve_keys *keys, uint64_t max_frame_bytes

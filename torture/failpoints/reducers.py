@@ -1,16 +1,20 @@
-"""A reducer's engine, kernels and transport with failpoints around them, for tests of failures.
+"""A reducer's engine, kernels and transport with failpoints around them.
 
-They stand in for the real ones if a failpoint is set. The plain loop needs no more; in the compiled
-one they see what it leaves to Python, and `loop.c` passes the places of the rest.
+The plain loop needs no more; in the compiled one they see what it leaves to Python, and `loop.c`
+passes the places of the rest.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
+from reducer import server
 from reducer.engine.engine import Engine
-from reducer.failpoints import Place, message_type
+from reducer.runtime import implementation
 from reducer.wire.constants import MessageType
+from torture.failpoints import REDUCER_LOOP, Place, arm, arm_module, message_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +24,29 @@ if TYPE_CHECKING:
     from reducer.engine.rounds import Send
     from reducer.kernels import Kernels
     from reducer.kernels.plain import BytesLike
+    from reducer.runtime.implementation import Implementation
     from reducer.runtime.plain_transport import PlainTransport as _AnyTransport
-    from reducer.runtime.transport import Transport
     from reducer.wire.constants import DType, ReduceOp
     from reducer.wire.header import Buffer
+    from torture.failpoints import Failpoint
 else:
     _AnyTransport = object  # the real one comes after this among the bases
 
 
-def around(transport: type[Transport], hit: Callable[[Place], bool]) -> type[Transport]:
-    """Return a class of transports that pass failpoints; `hit` is what `arm` has returned."""
-    return type("FaultyTransport", (_FaultyTransport, transport), {"_hit": staticmethod(hit)})
+def install(failpoints: Sequence[Failpoint]) -> None:
+    """Have the reducers that this process makes from now on pass failpoints."""
+    select = implementation.select
+
+    def select_faulty(name: str | None, kernels: Kernels) -> Implementation:
+        chosen = select(name, kernels)
+        compiled = chosen.name == "compiled"
+        hit = arm_module(REDUCER_LOOP, failpoints) if compiled else arm(failpoints)
+        mock.patch.object(server, "Engine", partial(FaultyEngine, hit)).start()
+        faulty = (_FaultyTransport, chosen.transport)
+        transport: Any = type("FaultyTransport", faulty, {"_hit": staticmethod(hit)})
+        return chosen._replace(transport=transport)
+
+    mock.patch.object(implementation, "select", select_faulty).start()
 
 
 class _FaultyTransport(_AnyTransport):

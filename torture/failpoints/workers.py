@@ -1,24 +1,24 @@
-"""A worker's flight and transport with failpoints around them, for tests of failures.
+"""A worker's flight and transport with failpoints around them.
 
-They stand in for the real ones if a failpoint is set. With the compiled ones, `loop.c` passes the
-places of what Python does not see.
+With the compiled ones, `loop.c` passes the places of what Python does not see.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from reducer.failpoints import Place, message_type
 from reducer.wire.constants import MessageType
+from torture.failpoints import WORKER_LOOP, Place, arm, arm_module, message_type
+from worker_client.runtime import implementation
 from worker_client.runtime.transport import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from reducer.failpoints import Failpoint
     from reducer.wire.header import Buffer
+    from torture.failpoints import Failpoint
     from worker_client.protocol.plain_flight import PlainFlight as _AnyFlight
     from worker_client.runtime.implementation import Implementation
     from worker_client.runtime.plain_transport import PlainTransport as _AnyTransport
@@ -26,19 +26,21 @@ if TYPE_CHECKING:
 else:
     _AnyFlight = _AnyTransport = object  # the real one comes after these among the bases
 
-log = logging.getLogger(__name__)
 
+def install(failpoints: Sequence[Failpoint]) -> None:
+    """Have the clients that this process makes from now on pass failpoints."""
+    select = implementation.select
 
-def around(chosen: Implementation, failpoints: Sequence[Failpoint]) -> Implementation:
-    """Return twins of this implementation that pass these failpoints; itself if there are none."""
-    hit = chosen.arm(failpoints)
-    if not failpoints:
-        return chosen
-    log.warning("failpoints are set: %s", ", ".join(map(str, failpoints)))
-    return chosen._replace(
-        flight=_mixed(_FaultyFlight, chosen.flight, hit),
-        transport=_mixed(_FaultyTransport, chosen.transport, hit),
-    )
+    def select_faulty(name: str | None) -> Implementation:
+        chosen = select(name)
+        compiled = chosen.name == "compiled"
+        hit = arm_module(WORKER_LOOP, failpoints) if compiled else arm(failpoints)
+        return chosen._replace(
+            flight=_mixed(_FaultyFlight, chosen.flight, hit),
+            transport=_mixed(_FaultyTransport, chosen.transport, hit),
+        )
+
+    mock.patch.object(implementation, "select", select_faulty).start()
 
 
 def _mixed(faulty: type, real: Any, hit: Callable[[Place], bool]) -> Any:
