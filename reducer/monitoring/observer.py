@@ -175,10 +175,12 @@ class Observer:
             inbox.ask() if thread.is_alive() else None
             for inbox, thread in zip(self._inboxes, self._threads, strict=True)
         ]
-        deadline = time.monotonic() + ANSWER_S
+        now = time.monotonic()
         views: list[LaneView] = []
         for inbox, question in zip(self._inboxes, questions, strict=True):
-            view = None if question is None else _answer(question, deadline)
+            # Each asker would wait anew for a thread that hangs, and all others for the asker.
+            until = max((inbox.ticked or now) + ANSWER_S, now + FRESH_S)
+            view = None if question is None else _answer(question, until)
             views.append(view or _silent(inbox.port))
         return self._merge(views)
 
