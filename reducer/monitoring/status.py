@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from reducer.engine.lateness import RankWaits  # noqa: TC001 (pydantic reads it)
 from reducer.errors import RemoteProtocolError
 from reducer.wire.messages import Straggler  # noqa: TC001 (pydantic reads it)
 
@@ -19,6 +20,7 @@ MAX_RANKS = 8  # of a job
 MAX_RANGES = 64  # of ranks; 64 gaps say enough about a job
 
 State: TypeAlias = Literal["starting", "serving", "draining", "failing"]
+_INSIDE = Field(exclude=True)  # is not told in JSON
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One generation of one job.
+    """One generation of one job, as one thread knows it or all together.
 
     Attributes:
         name: printable.
@@ -71,6 +73,8 @@ class JobStatus:
         rounds: all-reduces in progress, or failed and not yet forgotten.
         costliest_ranks: the `MAX_RANKS` for which the others have waited most since it began.
         straggler: the one that they wait for again and again, if there is one.
+        ranks: those that are present.
+        waits: for `costliest_ranks`, of one thread, before those of all are added up.
     """
 
     name: str
@@ -84,6 +88,8 @@ class JobStatus:
     rounds: int
     costliest_ranks: tuple[RankStatus, ...] = ()  # an earlier version does not tell, nor the next
     straggler: Straggler | None = None
+    ranks: Annotated[frozenset[int], _INSIDE] = frozenset()
+    waits: Annotated[tuple[RankWaits, ...], _INSIDE] = ()
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,7 @@ class LaneStatus:
         jobs: number of jobs.
         counters: what it has done since it started.
         connections: how many it has; those of strangers are among them.
+        known: what it knows of its jobs.
     """
 
     port: int
@@ -106,6 +113,7 @@ class LaneStatus:
     memory: Memory
     counters: dict[str, int]
     connections: int = 0  # an earlier version does not tell
+    known: Annotated[tuple[JobStatus, ...], _INSIDE] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from reducer.engine.lateness import BUCKETS, RankWaits, Waits, bucket_of
 from reducer.errors import ConfigError
 from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
-from reducer.monitoring.observer import JobView, Observer, StatusInbox, merge_jobs
+from reducer.monitoring.observer import Observer, StatusInbox, merge_jobs
 from reducer.server import Server
 from reducer.wire.messages import Straggler
 from tests.commands import serving
@@ -330,8 +330,10 @@ def _text(found):
 
 
 def view(name, *ranks, **others):
+    """What one thread knows of a job."""
     values = {"generation": 0, "world_size": 4, "reserved": 10, "held": 1, "rounds": 1, **others}
-    return JobView(name=name, ranks=frozenset(ranks), **values)
+    values |= {"present": len(ranks), "ranks_present": "", "ranks_absent": ""}
+    return status.JobStatus(name=name, ranks=frozenset(ranks), **values)
 
 
 def test_what_several_threads_know_of_jobs_is_joined():
