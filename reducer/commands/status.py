@@ -156,6 +156,23 @@ def read(port: str) -> ReducerStatus:
         raise RemoteProtocolError(f"{port} answers with {error}") from None
 
 
+def unhealthy(port: str | None) -> str:
+    """Say what is wrong with a reducer, as its ``/healthz`` tells; nothing if all is well.
+
+    Args:
+        port: its HTTP port, ``host:port``.
+
+    Raises:
+        ReducerLostError: nobody answers there.
+        RemoteProtocolError: whoever answers does not speak HTTP.
+    """
+    if port is None:
+        return "without an HTTP port nobody can ask the reducer: set REDUCTION_HTTP, or pass --http"
+    code, body = _get(port, "/healthz")
+    said = body.partition(b"\n")[0].decode(errors="replace")
+    return "" if code == 200 else f"{port} answers: {printable(said[:MAX_QUOTED])}"
+
+
 def _get(port: str, path: str) -> tuple[int, bytes]:
     host, _, number = port.rpartition(":")
     # Not urllib: that would send it through the proxies that the environment names.

@@ -49,8 +49,8 @@ ANSWER_S = 0.5  # then, if there are as many, the oldest makes way for another o
 CONNECTION_S = 5.0  # to ask, and again for the answer
 MAX_HEAD_BYTES, MAX_HEAD_LINES = 8 << 10, 100  # of the request line and all headers
 POLL_S = 0.1  # how soon the port closes, and a connection that has had its time
-# After all that clients do there is a pause of so many times what that has taken of a core. It is no
-# longer than half of the time that a request may wait: one that comes after a costly answer is
+# After all that clients do there is a pause of so many times what that has taken of a core. It is
+# no longer than half of the time that a request may wait: one that comes after a costly answer is
 # answered all the same.
 TIMES = 4
 PAUSE_S = 0.005  # the shortest one
@@ -62,7 +62,8 @@ OUT_OF_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 TEXT = "text/plain; charset=utf-8"
 _EMPTY_LINE = re.compile(rb"\n\r?\n")
 _REQUEST = re.compile(
-    r"(?P<method>[!-~]+) (?P<path>[!->@-~]+)(\?(?P<query>[!-~]*))? HTTP/(?P<version>[0-9])\.[0-9]\r?"
+    r"(?P<method>[!-~]+) (?P<path>[!->@-~]+)(\?(?P<query>[!-~]*))? "
+    r"HTTP/(?P<version>[0-9])\.[0-9]\r?"
 )
 
 log = logging.getLogger(__name__)
