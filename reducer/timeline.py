@@ -112,8 +112,6 @@ class Timeline:
 
         Args:
             track: where it is shown; what overlaps there is shown in lines below each other.
-            name: what it was.
-            span: when it began and ended.
             args: what is shown of it besides; JSON.
             parts: one after another, within it.
         """

@@ -136,9 +136,6 @@ def read_all(ports: Sequence[str]) -> list[Found]:
 def read(port: str) -> ReducerStatus:
     """Ask one reducer.
 
-    Args:
-        port: its HTTP port, ``host:port``.
-
     Raises:
         ReducerLostError: nobody answers there.
         RemoteProtocolError: whoever answers is no reducer's HTTP port.
@@ -158,9 +155,6 @@ def read(port: str) -> ReducerStatus:
 
 def unhealthy(port: str | None) -> str:
     """Say what is wrong with a reducer, as its ``/healthz`` tells; nothing if all is well.
-
-    Args:
-        port: its HTTP port, ``host:port``.
 
     Raises:
         ReducerLostError: nobody answers there.

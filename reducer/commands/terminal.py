@@ -35,11 +35,7 @@ def console(pipe_width: int) -> Console:
 
 
 def columns(stream: TextIO | None = None) -> int:
-    """Return the characters of a terminal's line, and very many where there is none.
-
-    Args:
-        stream: what is written to; by default standard output.
-    """
+    """Return the characters of a terminal's line, and very many where there is none."""
     stream = stream or sys.stdout
     return shutil.get_terminal_size().columns if stream.isatty() else ENDLESS
 
@@ -68,11 +64,9 @@ class FittedTable:
     """A table that fits: where columns have no room they are in a further table below.
 
     Attributes:
-        title: above it.
         names: of the columns. The first tells rows apart, and each part of the table has it.
         rows: cells, as many as there are names.
         texts: how many columns, from the first on, are of text; the others are of numbers.
-        caption: below it.
     """
 
     title: str

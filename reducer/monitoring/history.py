@@ -94,11 +94,7 @@ def dump(history: ReducerHistory) -> bytes:
 
 
 class History:
-    """Remembers what one reducer does.
-
-    Args:
-        observer: the reducer's.
-    """
+    """Remembers what one reducer does."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer

@@ -28,11 +28,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """What ``/metrics`` answers.
-
-    Args:
-        status: returns the reducer's state.
-    """
+    """What ``/metrics`` answers."""
 
     def __init__(self, status: Callable[[], ReducerStatus]) -> None:
         self._registry = CollectorRegistry()

@@ -46,9 +46,6 @@ STALLED_S = 10.0  # one that has not looked up for so long hangs
 class StatusInbox:
     """Where other threads put their question to a serving thread.
 
-    Args:
-        engine, guard, port: that thread's.
-
     Attributes:
         ticked: when the thread last looked up, seconds of the monotonic clock; 0 before it serves.
     """
@@ -79,18 +76,7 @@ class StatusInbox:
 
 
 class Observer:
-    """Reads the state of a whole reducer.
-
-    Args:
-        inboxes: of its serving threads.
-        threads: the serving threads themselves.
-        stopping: set when it is to stop.
-        version: the package's.
-        address, incarnation: the reducer's.
-
-    Attributes:
-        incarnation: as given.
-    """
+    """Reads the state of a whole reducer."""
 
     def __init__(
         self,

@@ -114,12 +114,10 @@ def card_times(
     leave.
 
     Args:
-        nbytes: of the buffer.
         workers: n.
         reducers: in the pool, k.
         topology: where reducers are; in a mixed one they own what `mixed_weights` says, which is
             best for cards of one rate.
-        network: the cards.
     """
     owned = shares(workers, reducers, topology)
     owners = (reducers if owned.pool else 0) + (workers if owned.ranks else 0)

@@ -29,9 +29,6 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
     """Return what shows that one end of a link knows the secret, 64 hexadecimal digits.
 
     Args:
-        secret: of the job.
-        speaker: which end.
-        header: of the HELLO.
         hello: the HELLO, whose `auth` begins with the worker's nonce.
         challenge: the reducer's nonce.
         address: of the reducer's thread, ``host:port``, as ranks are told it: so nobody who has
@@ -43,13 +40,7 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
 
 
 def prove_stream(secret: bytes, ticket: str, number: int) -> str:
-    """Return what shows that who says STREAM knows the secret, 64 hexadecimal digits.
-
-    Args:
-        secret: of the job.
-        ticket: of the link.
-        number: of the stream.
-    """
+    """Return what shows that who says STREAM knows the secret, 64 hexadecimal digits."""
     return hmac.new(secret, f"stream\0{ticket}{number}".encode(), "sha256").hexdigest()
 
 
@@ -57,8 +48,6 @@ def prove_resume(secret: bytes, ticket: str, number: int, attempt: int, offset: 
     """Return what shows that who says RESUME knows the secret, 64 hexadecimal digits.
 
     Args:
-        secret: of the job.
-        ticket: of the link.
         number: of the stream, or 0.
         attempt: which RESUME for that connection this is.
         offset: bytes that its sender has read over it.

@@ -84,11 +84,7 @@ def reducers(query: str) -> list[str]:
 
 
 def policy(others: list[str]) -> str:
-    """Return the content-security policy of a page that follows other reducers, too.
-
-    Args:
-        others: as `reducers` returns them.
-    """
+    """Return the content-security policy of a page that follows other reducers, too."""
     asked = " ".join(["'self'", *(f"http://{one}" for one in dict.fromkeys(others))])
     return (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -102,9 +98,6 @@ def may_read(origin: str) -> bool:
 
     One of a private network may: it comes from another reducer, or a port that was forwarded. One
     of a site of the internet, which somebody has open beside their work, may not.
-
-    Args:
-        origin: as a browser gives it, such as ``http://10.0.0.1:9090``.
     """
     match = _ORIGIN.fullmatch(origin)
     if match is None:
