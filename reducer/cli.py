@@ -270,25 +270,18 @@ def _log_to_stderr(level: LogLevel, form: LogFormat) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso"),
     ]
-    handler = logging.StreamHandler(sys.stderr)
+    console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    last: list[structlog.typing.Processor] = [console]
+    foreign = shared
     if form is LogFormat.JSON:
-        formatter = structlog.stdlib.ProcessorFormatter(
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(default=str),
-            ],
-            foreign_pre_chain=[
-                *shared,
-                structlog.stdlib.add_logger_name,
-                structlog.stdlib.ExtraAdder(),
-            ],
-        )
-    else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-        formatter = structlog.stdlib.ProcessorFormatter(
-            processor=renderer, foreign_pre_chain=shared
-        )
+        renderer = structlog.processors.JSONRenderer(default=str)
+        last = [structlog.processors.format_exc_info, renderer]
+        foreign = [*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        foreign_pre_chain=foreign,
+    )
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     handler.setLevel(level.name)  # what is kept of the past may need more records
     logging.basicConfig(level=level.name, handlers=[handler])

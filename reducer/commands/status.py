@@ -7,7 +7,8 @@ import json as standard_json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -170,38 +171,29 @@ def unhealthy(port: str | None) -> str:
 def _get(port: str, path: str) -> tuple[int, bytes]:
     host, _, number = port.rpartition(":")
     # Not urllib: that would send it through the proxies that the environment names.
-    connection = HTTPConnection(host.strip("[]"), int(number), timeout=TIMEOUT_S)
-    try:
-        connection.connect()
-        response, body = _exchange(connection, port, path)
-    except socket.gaierror:
-        raise ReducerLostError(f"{host} is no known host: check the name", reducer=port) from None
-    except ConnectionRefusedError:
-        raise ReducerLostError(
-            f"nothing listens at {port}: is the reducer running, and with --http {port}?",
-            reducer=port,
-        ) from None
-    except OSError as error:
-        reason = str(error) or type(error).__name__
-        raise ReducerLostError(f"{port} cannot be reached: {reason}", reducer=port) from None
-    finally:
-        connection.close()
+    with closing(HTTPConnection(host.strip("[]"), int(number), timeout=TIMEOUT_S)) as connection:
+        try:
+            connection.connect()
+        except OSError as error:
+            why = f"{port} cannot be reached: {str(error) or type(error).__name__}"
+            if isinstance(error, socket.gaierror):
+                why = f"{host} is no known host: check the name"
+            elif isinstance(error, ConnectionRefusedError):
+                why = f"nothing listens at {port}: is the reducer running, and with --http {port}?"
+            raise ReducerLostError(why, reducer=port) from None
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read(MAX_BYTES + 1)
+        except (HTTPException, OSError):
+            # What libzmq says to a stranger is not HTTP, and may be nothing at all.
+            raise RemoteProtocolError(
+                f"{port} took the connection, but does not answer HTTP: name the port of --http, "
+                "not the one that workers use"
+            ) from None
     if len(body) > MAX_BYTES:
         raise RemoteProtocolError(f"{port} answers with more than {MAX_BYTES} bytes: no reducer")
     return response.status, body
-
-
-def _exchange(connection: HTTPConnection, port: str, path: str) -> tuple[HTTPResponse, bytes]:
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response, response.read(MAX_BYTES + 1)
-    except (HTTPException, OSError):
-        # What libzmq says to a stranger is not HTTP, and may be nothing at all.
-        raise RemoteProtocolError(
-            f"{port} took the connection, but does not answer HTTP: name the port of --http, not "
-            "the one that workers use"
-        ) from None
 
 
 def _find(port: str) -> Found:
