@@ -112,7 +112,7 @@ class _Client:
     connection: socket.socket
     since: float
     head: bytes = b""
-    response: memoryview = memoryview(b"")
+    response: memoryview | bytes = b""
 
 
 class HttpPort:

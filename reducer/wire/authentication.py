@@ -28,11 +28,9 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
 ) -> str:
     """Return what shows that one end of a link knows the secret, 64 hexadecimal digits.
 
-    Args:
-        hello: the HELLO, whose `auth` begins with the worker's nonce.
-        challenge: the reducer's nonce.
-        address: of the reducer's thread, ``host:port``, as ranks are told it: so nobody who has
-            taken another reducer's port can pass the proof on.
+    `auth` of the HELLO begins with the worker's nonce, and `challenge` is the reducer's. `address`,
+    ``host:port``, is that of the reducer's thread as ranks are told it: so nobody who has taken
+    another reducer's port can pass the proof on.
     """
     said = _SAID.pack(header.job, header.generation, header.rank, hello.reducer_index, hello.lane)
     nonces = f"{speaker.value}\0{hello.auth[:NONCE_DIGITS]}{challenge}"
@@ -47,10 +45,7 @@ def prove_stream(secret: bytes, ticket: str, number: int) -> str:
 def prove_resume(secret: bytes, ticket: str, number: int, attempt: int, offset: int) -> str:
     """Return what shows that who says RESUME knows the secret, 64 hexadecimal digits.
 
-    Args:
-        number: of the stream, or 0.
-        attempt: which RESUME for that connection this is.
-        offset: bytes that its sender has read over it.
+    `offset` are the bytes that the sender of this RESUME has read over that connection.
     """
     said = f"resume\0{ticket}".encode() + _RESUMED.pack(number, attempt, offset)
     return hmac.new(secret, said, "sha256").hexdigest()

@@ -322,7 +322,9 @@ class Stragglers:
 def _check_version(version: str) -> None:
     if version.partition(".")[0] != str(VERSION_MAJOR):
         raise errors.VersionError(
-            f"this side speaks protocol {VERSION}, the peer {version}", expected=VERSION, got=version
+            f"this side speaks protocol {VERSION}, the peer {version}",
+            expected=VERSION,
+            got=version,
         )
 
 
