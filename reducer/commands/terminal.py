@@ -82,15 +82,18 @@ class FittedTable:
             needed = console.measure(table, options=options.update(width=ENDLESS))
             return needed.maximum <= options.max_width
 
-        columns = range(len(self.names))
-        parts = [self._part(columns, whole_names=True)]
-        if not fits(parts[0]):
-            groups = [[0]]
-            for column in columns[1:]:
-                if len(groups[-1]) > 1 and not fits(self._part([*groups[-1], column])):
-                    groups.append([0])
+        groups = [[*range(len(self.names))]]
+        if not fits(self._part(groups[0], whole_names=True)):
+            first, *others = groups.pop()
+            for column in others:
+                if not groups or not fits(self._part([*groups[-1], column])):
+                    groups.append([first])
                 groups[-1].append(column)
-            parts = [self._part(group) for group in groups]
+        whole = [self._part(group, whole_names=True) for group in groups]
+        parts = [
+            part if fits(part) else self._part(group)
+            for part, group in zip(whole, groups, strict=True)
+        ]
         parts[0].title = self.title or None
         parts[-1].caption = self.caption or None
         yield from parts

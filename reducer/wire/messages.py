@@ -66,7 +66,7 @@ def _check(value: Any, kind: type, low: int, high: int, what: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RemoteProtocolError(f"{what} must be of type {kind.__name__}, got {value!r:.80}")
     try:
-        size = value if isinstance(value, int) else len(value.encode())
+        size = value if isinstance(value, int) else len(str(value).encode())
     except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
         raise RemoteProtocolError(f"{what} is not valid Unicode") from None
     if not low <= size <= high:
@@ -75,20 +75,17 @@ def _check(value: Any, kind: type, low: int, high: int, what: str) -> None:
         raise RemoteProtocolError(f"{what} must be printable, got {value!r:.80}")
 
 
-def _check_fields(record: object) -> None:
+def _check_fields(record: Any) -> None:
     """Check what the annotations of a record's fields say.
 
     ``Annotated[int, low, high]`` bounds a number and, of `str`, the bytes of a printable text;
     ``Annotated[str, {length, ...}]`` is hexadecimal, and has one of these lengths.
     """
     for name, (kind, *bounds) in _annotated(type(record)).items():
-        value = getattr(record, name)
-        if len(bounds) == 2:
-            _check(value, kind, *bounds, name)
-            continue
-        (lengths,) = bounds
-        _check(value, kind, 0, max(lengths), name)
-        if len(value) not in lengths or not set(value) <= set(string.hexdigits):
+        value, lengths = getattr(record, name), bounds[0]
+        low, high = bounds if len(bounds) == 2 else (0, max(lengths))
+        _check(value, kind, low, high, name)
+        if len(bounds) == 1 and (len(value) not in lengths or set(value) - set(string.hexdigits)):
             raise RemoteProtocolError(f"{name} must be hexadecimal, of length {sorted(lengths)}")
 
 
@@ -157,7 +154,8 @@ class Challenge:
 
     nonce: Annotated[str, {NONCE_DIGITS}]
 
-    __post_init__ = _check_fields
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +206,8 @@ class Stream:
     auth: Annotated[str, {0, PROOF_DIGITS}] = ""
     attempt: Annotated[int, 0, (1 << 31) - 1] = 0
 
-    __post_init__ = _check_fields
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
