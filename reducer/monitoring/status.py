@@ -43,7 +43,6 @@ class RankStatus:
     """How long the others have waited for one rank alone since the job began.
 
     Attributes:
-        rank: which.
         late_waits, slow_waits: how often, because it came late, and because its contributions took
             longer than those of the others (`reducer.engine.lateness`).
         late_s, slow_s: how long, seconds; of all threads together.
@@ -65,9 +64,6 @@ class JobStatus:
     """One generation of one job, as one thread knows it or all together.
 
     Attributes:
-        name: printable.
-        world_size: number of ranks.
-        present: number of ranks that are here.
         ranks_present, ranks_absent: such as ``0-3,7``; the latter have not come, or have gone.
         reserved, held: bytes, as of `Memory`.
         rounds: all-reduces in progress, or failed and not yet forgotten.
@@ -97,10 +93,8 @@ class LaneStatus:
     """One thread that serves.
 
     Attributes:
-        port: its own.
         answers: whether it took a look at its state when it was asked; if not, all else is 0.
         members: ranks of all jobs that are connected to it.
-        jobs: number of jobs.
         counters: what it has done since it started.
         connections: how many it has; those of strangers are among them.
         known: what it knows of its jobs.
@@ -121,7 +115,6 @@ class ReducerStatus:
     """A reducer, all its threads together.
 
     Attributes:
-        version: of the software.
         incarnation: another one at every start.
         address: where workers reach it, ``host:port``.
         state: ``serving`` if it takes jobs; ``failing`` if a thread has ended or does not answer.
@@ -129,7 +122,6 @@ class ReducerStatus:
         memory: sums over all threads.
         counters: likewise.
         jobs: those with the most memory first, at most `MAX_JOBS`.
-        jobs_total: how many there are.
     """
 
     version: str

@@ -81,7 +81,7 @@ def _check_fields(record: Any) -> None:
     ``Annotated[int, low, high]`` bounds a number and, of `str`, the bytes of a printable text;
     ``Annotated[str, {length, ...}]`` is hexadecimal, and has one of these lengths.
     """
-    for name, (kind, *bounds) in _annotated(type(record)).items():
+    for name, (kind, *bounds) in _annotated(record.__class__).items():
         value, lengths = getattr(record, name), bounds[0]
         low, high = bounds if len(bounds) == 2 else (0, max(lengths))
         _check(value, kind, low, high, name)
