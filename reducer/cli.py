@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -13,7 +15,7 @@ from contextlib import ExitStack
 from enum import Enum
 from functools import wraps
 from pathlib import Path  # noqa: TC003 (typer reads it)
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import structlog
 import typer
@@ -23,7 +25,7 @@ from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.commands import terminal
 from reducer.commands.keygen import keygen as make_keys
-from reducer.config import ImplName, KernelName, load_with_file
+from reducer.config import ReducerConfig, load_with_file
 from reducer.errors import ConfigError, ReductionError
 from reducer.monitoring.http_port import HttpPort
 from reducer.pool import READY
@@ -33,6 +35,8 @@ from reducer.server import Server
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
+
+    from reducer.engine.rounds import Counters
 
 
 class LogLevel(str, Enum):
@@ -50,6 +54,8 @@ class LogFormat(str, Enum):
     TEXT = "text"
     JSON = "json"
 
+
+_METAVARS = {"config": "FILE", "keys": "DIR", "timeline": "DIR"}
 
 app = typer.Typer(
     help="CPU-only reducers for gradient all-reduce.",
@@ -82,6 +88,43 @@ app.command()(status_command.top)
 app.command()(plan_command.plan)
 
 
+def _option(name: str) -> inspect.Parameter:
+    """Return the option of a setting; its help is the first sentence of the field's docstring."""
+    field = ReducerConfig.model_fields[name]
+    kinds = (field.annotation, *get_args(field.annotation))
+    kind: Any = next((kind for kind in (bool, int) if kind in kinds), str)
+    words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+    about = " ".join((field.description or "").replace("``", "").split())
+    about = re.sub(r"REDUCTION_(\w+)", lambda found: _flag(found[1].lower()), about)
+    option = typer.Option(
+        None,
+        _flag(name),
+        metavar=_METAVARS.get(name),
+        help=re.split(r"(?<=\.) ", about, maxsplit=1)[0],
+        autocompletion=(lambda: words) if words else None,
+    )
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None
+    )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a command take these settings as options, before its own, and hand them on."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
+        own = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
+        signature = inspect.Signature([*map(_option, settings), *own])
+        command.__signature__ = signature  # type: ignore[attr-defined] # what typer reads
+        return command
+
+    return decorate
+
+
 def _errors_in_form(serve: Callable[..., None]) -> Callable[..., None]:
     @wraps(serve)
     def command(**options: Any) -> None:
@@ -98,78 +141,9 @@ def _errors_in_form(serve: Callable[..., None]) -> Callable[..., None]:
 
 @app.command()
 @_errors_in_form
-def serve(  # noqa: PLR0917 (options have names on the command line)
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="TOML file of these settings, below the environment."),
-    ] = None,
-    bind: Annotated[
-        str | None, typer.Option(help="Where to listen, tcp://HOST:PORT; port 0 takes a free one.")
-    ] = None,
-    memory_limit: Annotated[
-        str | None, typer.Option(help="Memory for contributions and results, such as 8GiB.")
-    ] = None,
-    job_memory_limit: Annotated[
-        str | None, typer.Option(help="How much of it one job may take; all by default.")
-    ] = None,
-    max_jobs: Annotated[int | None, typer.Option(help="Jobs that may be here at once.")] = None,
-    max_jobs_per_key: Annotated[
-        int | None, typer.Option(help="Of these, jobs of one key, on a pool with keys.")
-    ] = None,
-    max_rounds: Annotated[
-        int | None, typer.Option(help="All-reduces in progress of a job, or of a key's jobs.")
-    ] = None,
-    max_ranks: Annotated[int | None, typer.Option(help="Ranks that a job may have.")] = None,
-    max_chunk_bytes: Annotated[
-        str | None, typer.Option(help="Largest chunk, and so message: 256KiB to 4MiB.")
-    ] = None,
-    max_connections: Annotated[
-        int | None, typer.Option(help="Connections that may be here at once.")
-    ] = None,
-    max_connections_per_key: Annotated[
-        int | None, typer.Option(help="Of these, a key's members'; half of them by default.")
-    ] = None,
-    handshake_timeout: Annotated[
-        str | None, typer.Option(help="Time for a connection's handshake, such as 5s.")
-    ] = None,
-    drain_timeout: Annotated[
-        str | None, typer.Option(help="After SIGTERM, for jobs that have no other reducer, 8s.")
-    ] = None,
-    keys: Annotated[
-        str | None,  # of an empty one, a Path would be the current directory
-        typer.Option(metavar="DIR", help="Directory of the pool's keys, as `keygen` makes it."),
-    ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Listen beyond this machine without authentication.")
-    ] = False,
-    kernel: Annotated[
-        str | None,
-        typer.Option(
-            help="avx512, avx2, neon, generic or numpy; the CPU's best by default.",
-            autocompletion=lambda: get_args(KernelName),
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads that serve, each at a port of its own from PORT on.")
-    ] = None,
-    io_threads: Annotated[
-        int | None, typer.Option(help="libzmq's threads that move bytes, per serving thread.")
-    ] = None,
-    cpus: Annotated[str | None, typer.Option(help="CPUs to run on, such as 0-3,8.")] = None,
-    impl: Annotated[
-        str | None,
-        typer.Option(
-            help="compiled or plain; compiled if it can run, by default.",
-            autocompletion=lambda: get_args(ImplName),
-        ),
-    ] = None,
-    http: Annotated[
-        str | None, typer.Option(help="Where probes, metrics and status are, HOST:PORT or PORT.")
-    ] = None,
-    timeline: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Where to write a timeline, which Perfetto opens."),
-    ] = None,
+@_with_options(*(name for name in ReducerConfig.model_fields if name != "failpoints"))
+def serve(
+    *,
     log_level: Annotated[LogLevel, typer.Option(help="What goes to standard error.")] = (
         LogLevel.INFO
     ),
@@ -179,6 +153,7 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     stop_at_eof: Annotated[
         bool, typer.Option("--stop-at-eof", help="Stop when standard input ends.")
     ] = False,
+    **options: Any,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; then finish open rounds and exit 0.
 
@@ -187,34 +162,18 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
     """
     _log_to_stderr(log_level, log_format)
     log: structlog.stdlib.BoundLogger = structlog.get_logger("reducer")
-    settings = load_with_file(
-        config=config,
-        bind=bind,
-        memory_limit=memory_limit,
-        job_memory_limit=job_memory_limit,
-        max_jobs=max_jobs,
-        max_jobs_per_key=max_jobs_per_key,
-        max_rounds=max_rounds,
-        max_ranks=max_ranks,
-        max_chunk_bytes=max_chunk_bytes,
-        max_connections=max_connections,
-        max_connections_per_key=max_connections_per_key,
-        handshake_timeout=handshake_timeout,
-        drain_timeout=drain_timeout,
-        keys=keys,
-        insecure=insecure or None,
-        kernel=kernel,
-        threads=threads,
-        io_threads=io_threads,
-        cpus=cpus,
-        impl=impl,
-        http=http,
-        timeline=timeline,
-    )
+    settings = load_with_file(**options)
     _open_many_files()
     log.info("settings", version=__version__, **settings.model_dump())
     stop = threading.Event()
+    if stop_at_eof:
+        threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
+    counters = _serve_until(stop, settings, log_format)
+    log.info("stopped", **{name: getattr(counters, name) for name in _COUNTED})
 
+
+def _serve_until(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> Counters:
+    """Serve until a signal, the end of a thread, or whoever else sets `stop`."""
     grace_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -236,16 +195,14 @@ def serve(  # noqa: PLR0917 (options have names on the command line)
         if settings.keys is not None:
             signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.start()
-        _tell_caller(f"{READY}{server.address}", log_format)
+        _tell_caller(f"{READY}{server.address}", form)
         if port:
             stack.enter_context(port.serving(server.observer))
-            _tell_caller(f"{HTTP_READY}{port.address}", log_format)
-        if stop_at_eof:
-            threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
+            _tell_caller(f"{HTTP_READY}{port.address}", form)
         while server.alive and not stop.wait(0.2):
             pass
         server.stop(grace_s)
-    log.info("stopped", **{name: getattr(server.counters, name) for name in _COUNTED})
+    return server.counters
 
 
 HTTP_READY = "reducer answers HTTP on "
@@ -253,6 +210,23 @@ _COUNTED = (
     *("contributions", "results", "bytes_in", "bytes_out", "rounds_failed"),
     *("refused", "unauthenticated", "over_limit", "ignored", "dropped", "closed"),
 )
+
+
+@app.command()
+@_with_options("http", "config")
+def health(**options: Any) -> None:
+    """Ask the reducer that was started with these settings, and the same variables, how it is.
+
+    Exit code: 0 if all its threads serve, else 1, with what is wrong. A container's health check.
+    """
+    try:
+        # Its HTTP port is all that matters here: --insecure may have been an option of `serve`.
+        wrong = status_command.unhealthy(load_with_file(insecure=True, **options).http)
+    except ReductionError as error:
+        wrong = str(error)
+    if wrong:
+        typer.echo(f"reducer: {wrong}", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -296,25 +270,18 @@ def _log_to_stderr(level: LogLevel, form: LogFormat) -> None:
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso"),
     ]
-    handler = logging.StreamHandler(sys.stderr)
+    console = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    last: list[structlog.typing.Processor] = [console]
+    foreign = shared
     if form is LogFormat.JSON:
-        formatter = structlog.stdlib.ProcessorFormatter(
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(default=str),
-            ],
-            foreign_pre_chain=[
-                *shared,
-                structlog.stdlib.add_logger_name,
-                structlog.stdlib.ExtraAdder(),
-            ],
-        )
-    else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-        formatter = structlog.stdlib.ProcessorFormatter(
-            processor=renderer, foreign_pre_chain=shared
-        )
+        renderer = structlog.processors.JSONRenderer(default=str)
+        last = [structlog.processors.format_exc_info, renderer]
+        foreign = [*shared, structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        foreign_pre_chain=foreign,
+    )
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     handler.setLevel(level.name)  # what is kept of the past may need more records
     logging.basicConfig(level=level.name, handlers=[handler])

@@ -58,9 +58,10 @@ class ReducerConfig(BaseSettings):
     address itself."""
 
     memory_limit: Annotated[ByteSize, Field(gt=0)] = ByteSize(8 << 30)
-    """Bytes for contributions and results of all jobs together. A job that does not fit is refused
-    before it takes any memory. Where the machine, its container (cgroup) or ``ulimit -v`` has not
-    as much for this process by itself, it is what they have, and the log says so."""
+    """Bytes for contributions and results of all jobs together, such as ``8GiB``. A job that does
+    not fit is refused before it takes any memory. Where the machine, its container (cgroup) or
+    ``ulimit -v`` has not as much for this process by itself, it is what they have, and the log says
+    so."""
 
     job_memory_limit: Annotated[ByteSize, Field(gt=0)] | None = None
     """Bytes of REDUCTION_MEMORY_LIMIT that one job may take; by default all of them, as for a pool
@@ -99,8 +100,8 @@ class ReducerConfig(BaseSettings):
     have names; each of these may be several (REDUCTION_STREAMS), as long as half are free."""
 
     handshake_timeout: Seconds = 5.0
-    """Time for a new connection's handshake. A connection that belongs to no job after twice this
-    time is closed. An honest worker needs two round trips."""
+    """Time for a new connection's handshake, such as ``5s``. A connection that belongs to no job
+    after twice this time is closed. An honest worker needs two round trips."""
 
     drain_timeout: Seconds = 8.0
     """How long the reducer goes on after a SIGTERM for jobs that have no other reducer, until
@@ -113,8 +114,8 @@ class ReducerConfig(BaseSettings):
     again when it changes."""
 
     insecure: bool = False
-    """``1``: listen beyond this machine without keys. Any host that reaches the port can then take
-    part."""
+    """Whether to listen beyond this machine without keys. With ``1``, any host that reaches the
+    port can take part."""
 
     kernel: KernelName | None = None
     """Which kernel variant sums: ``avx512``, ``avx2``, ``neon``, ``generic`` or ``numpy``; by
@@ -131,8 +132,8 @@ class ReducerConfig(BaseSettings):
     """CPUs on which the serving threads and libzmq's may run, such as ``0-3,8``; by default all."""
 
     impl: ImplName | None = None
-    """``compiled`` or ``plain``: the loop that serves. By default the compiled one where it can
-    run, which takes kernels other than ``numpy``; both give the same results. The plain one listens
+    """``compiled`` or ``plain``: the loop that serves, by default the compiled one where it can
+    run. That takes kernels other than ``numpy``; both give the same results. The plain one listens
     on loopback and private networks alone."""
 
     http: str | None = None

@@ -8,7 +8,8 @@ are different classes. Each leaf that can cross the network has one code in
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from inspect import Parameter, Signature, get_annotations
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,6 +77,29 @@ def renumbered(error: ReductionError, ranks: Sequence[int], where: str) -> Reduc
     return error
 
 
+class _WithFacts(ReductionError):
+    """What a class of these annotates are keywords of its constructor, and attributes."""
+
+    __signature__: ClassVar[Signature]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if facts := get_annotations(cls):
+            one, named = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+            parameters = [Parameter("message", one, annotation="str")]
+            for name, kind in facts.items():
+                default = vars(cls).get(name, Parameter.empty)
+                parameters.append(Parameter(name, named, annotation=kind, default=default))
+            cls.__signature__ = Signature(parameters, return_annotation="None")
+
+    def __init__(self, message: str, **facts: Any) -> None:
+        super().__init__(message)
+        given = self.__signature__.bind(message, **facts)
+        given.apply_defaults()
+        del given.arguments["message"]
+        vars(self).update(given.arguments)
+
+
 class ConfigError(ReductionError, ValueError):
     """A setting or an argument is wrong; the message says which, and what to write instead."""
 
@@ -92,81 +116,45 @@ class RemoteProtocolError(ProtocolError):
     """The other side sent something that the protocol does not allow."""
 
 
-class VersionError(ProtocolError):
-    """The peer speaks another major version of the protocol.
+class VersionError(_WithFacts, ProtocolError):
+    """The peer speaks another major version of the protocol."""
 
-    Attributes:
-        expected: version that the refusing side speaks, such as ``"1.0"``.
-        got: version that the refused side announced.
-    """
-
-    def __init__(self, message: str, *, expected: str, got: str) -> None:
-        super().__init__(message)
-        self.expected = expected
-        self.got = got
+    expected: str  #: version that the refusing side speaks, such as ``"1.0"``
+    got: str  #: version that the refused side announced
 
 
 class MembershipError(ReductionError):
     """The process is not, or may not become, a member of the job."""
 
 
-class StaleGenerationError(MembershipError):
-    """The job has moved on to a later generation, or still has members of an earlier run.
+class StaleGenerationError(_WithFacts, MembershipError):
+    """The job has moved on to a later generation, or still has members of an earlier run."""
 
-    Attributes:
-        generation: the generation that was refused.
-        current: the generation that the reducer holds.
-    """
-
-    def __init__(
-        self, message: str, *, generation: int, current: int, sequence: int | None = None
-    ) -> None:
-        super().__init__(message, sequence=sequence)
-        self.generation = generation
-        self.current = current
+    generation: int  #: the generation that was refused
+    current: int  #: the generation that the reducer holds
+    sequence: int | None = None
 
 
-class DuplicateRankError(MembershipError):
-    """Another live process already takes part under this rank.
+class DuplicateRankError(_WithFacts, MembershipError):
+    """Another live process already takes part under this rank."""
 
-    Attributes:
-        rank: the contested rank.
-    """
-
-    def __init__(self, message: str, *, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
+    rank: int  #: the contested rank
 
 
-class MismatchError(ReductionError):
+class MismatchError(_WithFacts):
     """Two ranks called the same all-reduce differently; nothing was reduced.
 
-    Attributes:
-        field: what differs: ``total_bytes``, ``dtype``, ``op``, ``name``, a setting;
-            ``history`` if ranks were asked for different calls before; ``call`` if `rank` has
-            refused it, or is at another call of this name, because one failed before.
-        rank, other_rank: the two ranks that disagree.
-        expected: the value given by `rank`.
-        got: the value given by `other_rank`.
+    `field` is what differs: ``total_bytes``, ``dtype``, ``op``, ``name``, a setting; ``history`` if
+    ranks were asked for different calls before; ``call`` if `rank` has refused it, or is at another
+    call of this name, because one failed before.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str,
-        rank: int,
-        other_rank: int,
-        expected: Any,
-        got: Any,
-        sequence: int | None = None,
-    ) -> None:
-        super().__init__(message, sequence=sequence)
-        self.field = field
-        self.rank = rank
-        self.other_rank = other_rank
-        self.expected = expected
-        self.got = got
+    field: str  #: what differs
+    rank: int  #: one of the two ranks that disagree
+    other_rank: int  #: the other one
+    expected: Any  #: the value given by `rank`
+    got: Any  #: the value given by `other_rank`
+    sequence: int | None = None
 
     @classmethod
     def between(
@@ -202,70 +190,45 @@ class MismatchError(ReductionError):
         )
 
 
-class RankLostError(ReductionError):
-    """A worker of the job died, left, or cannot be reached.
+class RankLostError(_WithFacts):
+    """A worker of the job died, left, or cannot be reached."""
 
-    Attributes:
-        rank: the rank that is gone.
-    """
-
-    def __init__(self, message: str, *, rank: int, sequence: int | None = None) -> None:
-        super().__init__(message, sequence=sequence)
-        self.rank = rank
+    rank: int  #: the rank that is gone
+    sequence: int | None = None
 
 
-class ReducerLostError(ReductionError, ConnectionError):
-    """A reducer cannot be reached, died, or shut down.
+class ReducerLostError(_WithFacts, ConnectionError):
+    """A reducer cannot be reached, died, or shut down."""
 
-    Attributes:
-        reducer: its address, ``host:port``.
-    """
-
-    def __init__(self, message: str, *, reducer: str, sequence: int | None = None) -> None:
-        super().__init__(message, sequence=sequence)
-        self.reducer = reducer
+    reducer: str  #: its address, ``host:port``
+    sequence: int | None = None
 
 
-class ReductionTimeout(ReductionError, TimeoutError):
-    """An all-reduce did not finish before its deadline.
+class ReductionTimeout(_WithFacts, TimeoutError):
+    """An all-reduce did not finish before its deadline."""
 
-    Attributes:
-        missing: ranks whose contribution had not arrived, as far as a reducer could tell.
-    """
-
-    def __init__(
-        self, message: str, *, missing: tuple[int, ...] = (), sequence: int | None = None
-    ) -> None:
-        super().__init__(message, sequence=sequence)
-        self.missing = missing
+    #: ranks whose contribution had not arrived, as far as a reducer could tell
+    missing: tuple[int, ...] = ()
+    sequence: int | None = None
 
 
-class CapacityError(ReductionError):
-    """A limit of the reducer was reached; the message names it and how to raise it.
+class CapacityError(_WithFacts):
+    """A limit of the reducer was reached; the message names it and how to raise it."""
 
-    Attributes:
-        limit: name of the limit.
-    """
-
-    def __init__(self, message: str, *, limit: str, sequence: int | None = None) -> None:
-        super().__init__(message, sequence=sequence)
-        self.limit = limit
+    limit: str  #: name of the limit
+    sequence: int | None = None
 
 
 class AuthError(ReductionError):
     """The reducer does not accept this job's key."""
 
 
-class DeviceError(ReductionError):
+class DeviceError(_WithFacts):
     """A device such as a GPU failed while a tensor was copied from or to it.
 
     If it could not give its contribution, this client makes no further all-reduce: its calls would
     no longer be those of the other ranks, which get an error that names this rank.
-
-    Attributes:
-        device: its name, such as ``"cuda:0"``.
     """
 
-    def __init__(self, message: str, *, device: str, sequence: int | None = None) -> None:
-        super().__init__(message, sequence=sequence)
-        self.device = device
+    device: str  #: its name, such as ``"cuda:0"``
+    sequence: int | None = None

@@ -110,12 +110,7 @@ class Timeline:
     ) -> None:
         """Add something that lasted, in seconds of the monotonic clock, and what it consisted of.
 
-        Args:
-            track: where it is shown; what overlaps there is shown in lines below each other.
-            name: what it was.
-            span: when it began and ended.
-            args: what is shown of it besides; JSON.
-            parts: one after another, within it.
+        What overlaps on a track is shown in lines below each other. Parts follow one another.
         """
         self._add(_Event(track, name, *span, args, parts))
 

@@ -7,7 +7,8 @@ import json as standard_json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -136,9 +137,6 @@ def read_all(ports: Sequence[str]) -> list[Found]:
 def read(port: str) -> ReducerStatus:
     """Ask one reducer.
 
-    Args:
-        port: its HTTP port, ``host:port``.
-
     Raises:
         ReducerLostError: nobody answers there.
         RemoteProtocolError: whoever answers is no reducer's HTTP port.
@@ -156,41 +154,46 @@ def read(port: str) -> ReducerStatus:
         raise RemoteProtocolError(f"{port} answers with {error}") from None
 
 
+def unhealthy(port: str | None) -> str:
+    """Say what is wrong with a reducer, as its ``/healthz`` tells; nothing if all is well.
+
+    Raises:
+        ReducerLostError: nobody answers there.
+        RemoteProtocolError: whoever answers does not speak HTTP.
+    """
+    if port is None:
+        return "without an HTTP port nobody can ask the reducer: set REDUCTION_HTTP, or pass --http"
+    code, body = _get(port, "/healthz")
+    said = body.partition(b"\n")[0].decode(errors="replace")
+    return "" if code == 200 else f"{port} answers: {printable(said[:MAX_QUOTED])}"
+
+
 def _get(port: str, path: str) -> tuple[int, bytes]:
     host, _, number = port.rpartition(":")
     # Not urllib: that would send it through the proxies that the environment names.
-    connection = HTTPConnection(host.strip("[]"), int(number), timeout=TIMEOUT_S)
-    try:
-        connection.connect()
-        response, body = _exchange(connection, port, path)
-    except socket.gaierror:
-        raise ReducerLostError(f"{host} is no known host: check the name", reducer=port) from None
-    except ConnectionRefusedError:
-        raise ReducerLostError(
-            f"nothing listens at {port}: is the reducer running, and with --http {port}?",
-            reducer=port,
-        ) from None
-    except OSError as error:
-        reason = str(error) or type(error).__name__
-        raise ReducerLostError(f"{port} cannot be reached: {reason}", reducer=port) from None
-    finally:
-        connection.close()
+    with closing(HTTPConnection(host.strip("[]"), int(number), timeout=TIMEOUT_S)) as connection:
+        try:
+            connection.connect()
+        except OSError as error:
+            why = f"{port} cannot be reached: {str(error) or type(error).__name__}"
+            if isinstance(error, socket.gaierror):
+                why = f"{host} is no known host: check the name"
+            elif isinstance(error, ConnectionRefusedError):
+                why = f"nothing listens at {port}: is the reducer running, and with --http {port}?"
+            raise ReducerLostError(why, reducer=port) from None
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            body = response.read(MAX_BYTES + 1)
+        except (HTTPException, OSError):
+            # What libzmq says to a stranger is not HTTP, and may be nothing at all.
+            raise RemoteProtocolError(
+                f"{port} took the connection, but does not answer HTTP: name the port of --http, "
+                "not the one that workers use"
+            ) from None
     if len(body) > MAX_BYTES:
         raise RemoteProtocolError(f"{port} answers with more than {MAX_BYTES} bytes: no reducer")
     return response.status, body
-
-
-def _exchange(connection: HTTPConnection, port: str, path: str) -> tuple[HTTPResponse, bytes]:
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response, response.read(MAX_BYTES + 1)
-    except (HTTPException, OSError):
-        # What libzmq says to a stranger is not HTTP, and may be nothing at all.
-        raise RemoteProtocolError(
-            f"{port} took the connection, but does not answer HTTP: name the port of --http, not "
-            "the one that workers use"
-        ) from None
 
 
 def _find(port: str) -> Found:

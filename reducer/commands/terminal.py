@@ -35,11 +35,7 @@ def console(pipe_width: int) -> Console:
 
 
 def columns(stream: TextIO | None = None) -> int:
-    """Return the characters of a terminal's line, and very many where there is none.
-
-    Args:
-        stream: what is written to; by default standard output.
-    """
+    """Return the characters of a terminal's line, and very many where there is none."""
     stream = stream or sys.stdout
     return shutil.get_terminal_size().columns if stream.isatty() else ENDLESS
 
@@ -68,11 +64,9 @@ class FittedTable:
     """A table that fits: where columns have no room they are in a further table below.
 
     Attributes:
-        title: above it.
         names: of the columns. The first tells rows apart, and each part of the table has it.
         rows: cells, as many as there are names.
         texts: how many columns, from the first on, are of text; the others are of numbers.
-        caption: below it.
     """
 
     title: str
@@ -83,47 +77,39 @@ class FittedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
         """Yield the parts, for rich."""
-        del console
-        yield from self.parts(options.max_width)
 
-    def parts(self, width: int) -> list[Table]:
-        """Return tables that are no wider than this, each with the first column."""
-        first, *others = range(len(self.names))
-        if self._width(range(len(self.names)), whole_names=True) <= width:
-            groups = [others]
-        else:
-            groups = [[]]
+        def fits(table: Table) -> bool:
+            needed = console.measure(table, options=options.update(width=ENDLESS))
+            return needed.maximum <= options.max_width
+
+        groups = [[*range(len(self.names))]]
+        if not fits(self._part(groups[0], whole_names=True)):
+            first, *others = groups.pop()
             for column in others:
-                if groups[-1] and self._width([first, *groups[-1], column]) > width:
-                    groups.append([])
+                if not groups or not fits(self._part([*groups[-1], column])):
+                    groups.append([first])
                 groups[-1].append(column)
-        tables = [self._part([first, *group], width) for group in groups]
-        tables[0].title = self.title or None
-        tables[-1].caption = self.caption or None
-        return tables
+        whole = [self._part(group, whole_names=True) for group in groups]
+        parts = [
+            part if fits(part) else self._part(group)
+            for part, group in zip(whole, groups, strict=True)
+        ]
+        parts[0].title = self.title or None
+        parts[-1].caption = self.caption or None
+        yield from parts
 
-    def _part(self, chosen: Sequence[int], width: int) -> Table:
+    def _part(self, chosen: Sequence[int], *, whole_names: bool = False) -> Table:
         table = Table(box=SIMPLE_HEAD, title_justify="left")
-        narrow = self._width(chosen, whole_names=True) > width
         for column in chosen:
+            name = self.names[column]
             # Names are wrapped before cells are, and cells only where one alone has no room.
-            needed = min(self._needs(column), (width - 7) // 2) if narrow else None
+            lines = [line for row in self.rows for line in str(row[column]).split("\n")]
+            folded = textwrap.fill(name, max(map(cell_len, (*name.split(), *lines))))
             table.add_column(
-                self.names[column],
+                name if whole_names else folded,
                 justify="left" if column < self.texts else "right",
                 overflow="fold",
-                width=needed,
             )
         for row in self.rows:
             table.add_row(*(row[column] for column in chosen))
         return table
-
-    def _width(self, chosen: Sequence[int], *, whole_names: bool = False) -> int:
-        """Return how wide a table of these columns is: each is padded, and edges are between."""
-        return 1 + sum(self._needs(column, whole_names=whole_names) + 3 for column in chosen)
-
-    def _needs(self, column: int, *, whole_names: bool = False) -> int:
-        name = self.names[column]
-        parts = [name] if whole_names else name.split()
-        lines = [line for row in self.rows for line in str(row[column]).split("\n")]
-        return max(cell_len(text) for text in (*parts, *lines))

@@ -55,9 +55,7 @@ class Event:
 
     Attributes:
         at: when, seconds of Unix time.
-        text: the line.
         job: the job that it is about, as `JobStatus.name`; "" if it is about none.
-        rank: the rank that it is about, if it is about one.
     """
 
     at: float
@@ -94,11 +92,7 @@ def dump(history: ReducerHistory) -> bytes:
 
 
 class History:
-    """Remembers what one reducer does.
-
-    Args:
-        observer: the reducer's.
-    """
+    """Remembers what one reducer does."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer

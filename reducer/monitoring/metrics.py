@@ -13,11 +13,11 @@ from reducer.engine.rounds import Counters
 from reducer.monitoring.status import State
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from prometheus_client import Metric
 
-    from reducer.monitoring.status import JobStatus, ReducerStatus
+    from reducer.monitoring.status import JobStatus, LaneStatus, ReducerStatus
 
 MAX_LABELLED_JOBS = 32  # those with the most memory; a job's name is a tenant's to choose
 
@@ -28,11 +28,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """What ``/metrics`` answers.
-
-    Args:
-        status: returns the reducer's state.
-    """
+    """What ``/metrics`` answers."""
 
     def __init__(self, status: Callable[[], ReducerStatus]) -> None:
         self._registry = CollectorRegistry()
@@ -62,43 +58,42 @@ class _StatusCollector(Collector):
         yield InfoMetricFamily("reducer", "The reducer's software and its start.", value=about)
         serving = float(status.state == "serving")
         yield GaugeMetricFamily("reducer_serving", "1 if it takes jobs.", value=serving)
-        state = GaugeMetricFamily("reducer_state", "1 for the state it is in.", labels=["state"])
-        for each in get_args(State):
-            state.add_metric([each], float(each == status.state))
-        yield state
+        states = {each: each == status.state for each in get_args(State)}
+        yield _gauge("state", "1 for the state it is in.", "state", states)
         yield GaugeMetricFamily("reducer_jobs", "Jobs that are here.", value=status.jobs_total)
         yield from _lanes(status)
         yield from _jobs(status)
 
 
+def _gauge(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    gauge = GaugeMetricFamily(f"reducer_{name}", about, labels=[label])
+    for of, value in values.items():
+        gauge.add_metric([of], value)
+    return gauge
+
+
 def _lanes(status: ReducerStatus) -> Iterator[Metric]:
-    lanes = [(str(lane.port), lane) for lane in status.lanes]
-    up = GaugeMetricFamily("reducer_lane_up", "1 if this thread answers.", labels=["port"])
-    members = GaugeMetricFamily("reducer_members", "Ranks connected.", labels=["port"])
-    connections = GaugeMetricFamily("reducer_connections", "Connections.", labels=["port"])
-    limit = _memory("limit", "Bytes that jobs may reserve.")
-    reserved = _memory("reserved", "Bytes set aside for jobs.")
-    held = _memory("held", "Bytes of contributions that wait for others.")
-    for port, lane in lanes:
-        up.add_metric([port], float(lane.answers))
-        if lane.answers:
-            members.add_metric([port], lane.members)
-            connections.add_metric([port], lane.connections)
-            limit.add_metric([port], lane.memory.limit)
-            reserved.add_metric([port], lane.memory.reserved)
-            held.add_metric([port], lane.memory.held)
-    yield from (up, members, connections, limit, reserved, held)
+    up = {str(lane.port): lane.answers for lane in status.lanes}
+    yield _gauge("lane_up", "1 if this thread answers.", "port", up)
+    lanes = {str(lane.port): lane for lane in status.lanes if lane.answers}
+    about: dict[str, tuple[str, Callable[[LaneStatus], int]]] = {
+        "members": ("Ranks connected.", lambda lane: lane.members),
+        "connections": ("Connections.", lambda lane: lane.connections),
+        "memory_limit_bytes": ("Bytes that jobs may reserve.", lambda lane: lane.memory.limit),
+        "memory_reserved_bytes": ("Bytes set aside for jobs.", lambda lane: lane.memory.reserved),
+        "memory_held_bytes": (
+            "Bytes of contributions that wait for others.",
+            lambda lane: lane.memory.held,
+        ),
+    }
+    for name, (text, value) in about.items():
+        yield _gauge(name, text, "port", {port: value(lane) for port, lane in lanes.items()})
     for name in status.counters:
-        about = _COUNTERS.get(name, f"The counter {name}.")
-        counter = CounterMetricFamily(f"reducer_{name}", about, labels=["port"])
-        for port, lane in lanes:
-            if lane.answers:
-                counter.add_metric([port], lane.counters[name])
+        text = _COUNTERS.get(name, f"The counter {name}.")
+        counter = CounterMetricFamily(f"reducer_{name}", text, labels=["port"])
+        for port, lane in lanes.items():
+            counter.add_metric([port], lane.counters[name])
         yield counter
-
-
-def _memory(name: str, about: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"reducer_memory_{name}_bytes", about, labels=["port"])
 
 
 def _jobs(status: ReducerStatus) -> Iterator[Metric]:
@@ -119,10 +114,7 @@ def _jobs(status: ReducerStatus) -> Iterator[Metric]:
         "memory_held_bytes": ("Bytes that wait for others.", lambda job: job.held),
     }
     for name, (text, value) in about.items():
-        gauge = GaugeMetricFamily(f"reducer_job_{name}", text, labels=["job"])
-        for job in labelled.values():
-            gauge.add_metric([job.name], value(job))
-        yield gauge
+        yield _gauge(f"job_{name}", text, "job", {at: value(job) for at, job in labelled.items()})
     yield from _ranks(list(labelled.values()))
 
 

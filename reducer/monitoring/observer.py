@@ -11,9 +11,9 @@ import time
 from collections import Counter
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one from 3.11 on
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from reducer.engine.lateness import Waits, costliest
 from reducer.monitoring.status import (
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from reducer.engine.engine import Engine
     from reducer.engine.lateness import RankWaits
     from reducer.runtime.guard import Guard
-    from reducer.wire.messages import Straggler
 
 MOST_RANKS = 64  # of a job, that a thread tells; of fewer, their sums over all threads are exact
 TOLD_RANKS = 2048  # of all jobs, that a thread tells: its work waits meanwhile
@@ -44,36 +43,8 @@ ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
 STALLED_S = 10.0  # one that has not looked up for so long hangs
 
 
-class JobView(NamedTuple):
-    """A job as one serving thread sees it; the fields are those of `reducer.engine.jobs.Job`.
-
-    Attributes:
-        waits: ranks for which the others have waited most.
-    """
-
-    name: str
-    generation: int
-    world_size: int
-    ranks: frozenset[int]
-    reserved: int
-    held: int
-    rounds: int
-    waits: tuple[RankWaits, ...] = ()
-    straggler: Straggler | None = None
-
-
-class LaneView(NamedTuple):
-    """What one serving thread knows."""
-
-    status: LaneStatus
-    jobs: tuple[JobView, ...]
-
-
 class StatusInbox:
     """Where other threads put their question to a serving thread.
-
-    Args:
-        engine, guard, port: that thread's.
 
     Attributes:
         ticked: when the thread last looked up, seconds of the monotonic clock; 0 before it serves.
@@ -84,11 +55,11 @@ class StatusInbox:
         self.ticked = 0.0
         self._engine = engine
         self._guard = guard
-        self._asked: SimpleQueue[Future[LaneView]] = SimpleQueue()
+        self._asked: SimpleQueue[Future[LaneStatus]] = SimpleQueue()
 
-    def ask(self) -> Future[LaneView]:
+    def ask(self) -> Future[LaneStatus]:
         """Ask; the answer comes when the thread looks up. To be called by other threads."""
-        future: Future[LaneView] = Future()
+        future: Future[LaneStatus] = Future()
         self._asked.put(future)
         return future
 
@@ -105,18 +76,7 @@ class StatusInbox:
 
 
 class Observer:
-    """Reads the state of a whole reducer.
-
-    Args:
-        inboxes: of its serving threads.
-        threads: the serving threads themselves.
-        stopping: set when it is to stop.
-        version: the package's.
-        address, incarnation: the reducer's.
-
-    Attributes:
-        incarnation: as given.
-    """
+    """Reads the state of a whole reducer."""
 
     def __init__(
         self,
@@ -175,19 +135,17 @@ class Observer:
             inbox.ask() if thread.is_alive() else None
             for inbox, thread in zip(self._inboxes, self._threads, strict=True)
         ]
-        deadline = time.monotonic() + ANSWER_S
-        views: list[LaneView] = []
+        now = time.monotonic()
+        lanes: list[LaneStatus] = []
         for inbox, question in zip(self._inboxes, questions, strict=True):
-            view = None if question is None else _answer(question, deadline)
-            views.append(view or _silent(inbox.port))
-        return self._merge(views)
-
-    def _merge(self, views: list[LaneView]) -> ReducerStatus:
-        lanes = [view.status for view in views]
+            # Each asker would wait anew for a thread that hangs, and all others for the asker.
+            until = max((inbox.ticked or now) + ANSWER_S, now + FRESH_S)
+            lane = None if question is None else _answer(question, until)
+            lanes.append(lane or LaneStatus(inbox.port, False, 0, 0, Memory(0, 0, 0), {}))
         counters: Counter[str] = Counter()
         for lane in lanes:
             counters.update(lane.counters)
-        jobs = merge_jobs([job for view in views for job in view.jobs])
+        jobs = merge_jobs([job for lane in lanes for job in lane.known])
         return ReducerStatus(
             version=self._version,
             incarnation=self.incarnation,
@@ -213,56 +171,64 @@ class Observer:
         return "serving" if answers and not self.unhealthy() else "failing"
 
 
-def look(engine: Engine, connections: int, port: int) -> LaneView:
+def look(engine: Engine, connections: int, port: int) -> LaneStatus:
     """Return what an engine knows; only the thread that it belongs to may look."""
     most = min(MOST_RANKS, max(MAX_RANKS, TOLD_RANKS // max(1, len(engine.jobs))))
     jobs = tuple(
-        JobView(
+        JobStatus(
             name=job.name,
             generation=job.generation,
             world_size=job.world_size,
-            ranks=frozenset(job.members),
+            present=len(job.members),
+            ranks_present="",  # whoever asked writes them
+            ranks_absent="",
             reserved=job.reserved,
             held=sum(member.held for member in job.members.values()),
             rounds=len(job.rounds),
-            waits=costliest(job.rounds.lateness, most),
             straggler=job.watch.straggler,
+            ranks=frozenset(job.members),
+            waits=costliest(job.rounds.lateness, most),
         )
         for job in engine.jobs
     )
-    memory = Memory(engine.memory_limit, engine.reserved(), engine.held())
-    members = sum(len(job.ranks) for job in jobs)
-    counters = asdict(engine.counters)
-    return LaneView(LaneStatus(port, True, members, len(jobs), memory, counters, connections), jobs)
+    return LaneStatus(
+        port=port,
+        answers=True,
+        members=sum(job.present for job in jobs),
+        jobs=len(jobs),
+        memory=Memory(engine.memory_limit, engine.reserved(), engine.held()),
+        counters=asdict(engine.counters),
+        connections=connections,
+        known=jobs,
+    )
 
 
-def merge_jobs(views: Sequence[JobView]) -> list[JobStatus]:
-    """Join what threads say of the same jobs; the job that takes the most memory comes first.
+def merge_jobs(known: Sequence[JobStatus]) -> list[JobStatus]:
+    """Join what threads know of the same jobs; the job that takes the most memory comes first.
 
     A rank is present if it is at all threads that know its job.
     """
-    groups: dict[tuple[str, int], list[JobView]] = {}
-    for view in views:
-        groups.setdefault((view.name, view.generation), []).append(view)
+    groups: dict[tuple[str, int], list[JobStatus]] = {}
+    for job in known:
+        groups.setdefault((job.name, job.generation), []).append(job)
     found = [_merge_job(group) for group in groups.values()]
     return sorted(found, key=lambda job: (-job.reserved, job.name, job.generation))
 
 
-def _merge_job(group: list[JobView]) -> JobStatus:
-    first = group[0]
-    present = first.ranks.intersection(*(view.ranks for view in group))
-    return JobStatus(
-        name=first.name,
-        generation=first.generation,
-        world_size=first.world_size,
-        present=len(present),
-        ranks_present=ranges(sorted(present)),
-        ranks_absent=ranges(rank for rank in range(first.world_size) if rank not in present),
-        reserved=sum(view.reserved for view in group),
-        held=sum(view.held for view in group),
-        rounds=max(view.rounds for view in group),
-        costliest_ranks=_merge_ranks([one for view in group for one in view.waits]),
-        straggler=worst(view.straggler for view in group),
+def _merge_job(group: list[JobStatus]) -> JobStatus:
+    ranks = frozenset.intersection(*(job.ranks for job in group))
+    return replace(
+        group[0],
+        present=len(ranks),
+        ranks_present=ranges(sorted(ranks)),
+        ranks_absent=ranges(rank for rank in range(group[0].world_size) if rank not in ranks),
+        reserved=sum(job.reserved for job in group),
+        held=sum(job.held for job in group),
+        rounds=max(job.rounds for job in group),
+        costliest_ranks=_merge_ranks([one for job in group for one in job.waits]),
+        straggler=worst(job.straggler for job in group),
+        ranks=ranks,
+        waits=(),
     )
 
 
@@ -287,13 +253,9 @@ def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
     )
 
 
-def _answer(question: Future[LaneView], deadline: float) -> LaneView | None:
+def _answer(question: Future[LaneStatus], deadline: float) -> LaneStatus | None:
     try:
         return question.result(max(0.0, deadline - time.monotonic()))
     except FutureTimeout:
         question.cancel()
         return None
-
-
-def _silent(port: int) -> LaneView:
-    return LaneView(LaneStatus(port, False, 0, 0, Memory(0, 0, 0), {}), ())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from reducer.engine.lateness import RankWaits  # noqa: TC001 (pydantic reads it)
 from reducer.errors import RemoteProtocolError
 from reducer.wire.messages import Straggler  # noqa: TC001 (pydantic reads it)
 
@@ -19,6 +20,7 @@ MAX_RANKS = 8  # of a job
 MAX_RANGES = 64  # of ranks; 64 gaps say enough about a job
 
 State: TypeAlias = Literal["starting", "serving", "draining", "failing"]
+_INSIDE = Field(exclude=True)  # is not told in JSON
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,6 @@ class RankStatus:
     """How long the others have waited for one rank alone since the job began.
 
     Attributes:
-        rank: which.
         late_waits, slow_waits: how often, because it came late, and because its contributions took
             longer than those of the others (`reducer.engine.lateness`).
         late_s, slow_s: how long, seconds; of all threads together.
@@ -60,17 +61,16 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One generation of one job.
+    """One generation of one job, as one thread knows it or all together.
 
     Attributes:
-        name: printable.
-        world_size: number of ranks.
-        present: number of ranks that are here.
         ranks_present, ranks_absent: such as ``0-3,7``; the latter have not come, or have gone.
         reserved, held: bytes, as of `Memory`.
         rounds: all-reduces in progress, or failed and not yet forgotten.
         costliest_ranks: the `MAX_RANKS` for which the others have waited most since it began.
         straggler: the one that they wait for again and again, if there is one.
+        ranks: those that are present.
+        waits: for `costliest_ranks`, of one thread, before those of all are added up.
     """
 
     name: str
@@ -84,6 +84,8 @@ class JobStatus:
     rounds: int
     costliest_ranks: tuple[RankStatus, ...] = ()  # an earlier version does not tell, nor the next
     straggler: Straggler | None = None
+    ranks: Annotated[frozenset[int], _INSIDE] = frozenset()
+    waits: Annotated[tuple[RankWaits, ...], _INSIDE] = ()
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,11 @@ class LaneStatus:
     """One thread that serves.
 
     Attributes:
-        port: its own.
         answers: whether it took a look at its state when it was asked; if not, all else is 0.
         members: ranks of all jobs that are connected to it.
-        jobs: number of jobs.
         counters: what it has done since it started.
         connections: how many it has; those of strangers are among them.
+        known: what it knows of its jobs.
     """
 
     port: int
@@ -106,6 +107,7 @@ class LaneStatus:
     memory: Memory
     counters: dict[str, int]
     connections: int = 0  # an earlier version does not tell
+    known: Annotated[tuple[JobStatus, ...], _INSIDE] = ()
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,6 @@ class ReducerStatus:
     """A reducer, all its threads together.
 
     Attributes:
-        version: of the software.
         incarnation: another one at every start.
         address: where workers reach it, ``host:port``.
         state: ``serving`` if it takes jobs; ``failing`` if a thread has ended or does not answer.
@@ -121,7 +122,6 @@ class ReducerStatus:
         memory: sums over all threads.
         counters: likewise.
         jobs: those with the most memory first, at most `MAX_JOBS`.
-        jobs_total: how many there are.
     """
 
     version: str

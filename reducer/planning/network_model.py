@@ -111,15 +111,8 @@ def card_times(
     every rank has come to a reducer, and when nothing is left to send, one chunk is still to go
     to every rank: so each direction of the card rests for n chunks, and a round trip. In an
     embedded job it hardly rests for any: results go where contributions did, and fill what these
-    leave.
-
-    Args:
-        nbytes: of the buffer.
-        workers: n.
-        reducers: in the pool, k.
-        topology: where reducers are; in a mixed one they own what `mixed_weights` says, which is
-            best for cards of one rate.
-        network: the cards.
+    leave. In a mixed topology reducers own what `mixed_weights` says, which is best for cards of
+    one rate.
     """
     owned = shares(workers, reducers, topology)
     owners = (reducers if owned.pool else 0) + (workers if owned.ranks else 0)

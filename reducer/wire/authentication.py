@@ -28,14 +28,9 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
 ) -> str:
     """Return what shows that one end of a link knows the secret, 64 hexadecimal digits.
 
-    Args:
-        secret: of the job.
-        speaker: which end.
-        header: of the HELLO.
-        hello: the HELLO, whose `auth` begins with the worker's nonce.
-        challenge: the reducer's nonce.
-        address: of the reducer's thread, ``host:port``, as ranks are told it: so nobody who has
-            taken another reducer's port can pass the proof on.
+    `auth` of the HELLO begins with the worker's nonce, and `challenge` is the reducer's. `address`,
+    ``host:port``, is that of the reducer's thread as ranks are told it: so nobody who has taken
+    another reducer's port can pass the proof on.
     """
     said = _SAID.pack(header.job, header.generation, header.rank, hello.reducer_index, hello.lane)
     nonces = f"{speaker.value}\0{hello.auth[:NONCE_DIGITS]}{challenge}"
@@ -43,25 +38,14 @@ def prove(  # noqa: PLR0917 (one after the other, as they are hashed)
 
 
 def prove_stream(secret: bytes, ticket: str, number: int) -> str:
-    """Return what shows that who says STREAM knows the secret, 64 hexadecimal digits.
-
-    Args:
-        secret: of the job.
-        ticket: of the link.
-        number: of the stream.
-    """
+    """Return what shows that who says STREAM knows the secret, 64 hexadecimal digits."""
     return hmac.new(secret, f"stream\0{ticket}{number}".encode(), "sha256").hexdigest()
 
 
 def prove_resume(secret: bytes, ticket: str, number: int, attempt: int, offset: int) -> str:
     """Return what shows that who says RESUME knows the secret, 64 hexadecimal digits.
 
-    Args:
-        secret: of the job.
-        ticket: of the link.
-        number: of the stream, or 0.
-        attempt: which RESUME for that connection this is.
-        offset: bytes that its sender has read over it.
+    `offset` are the bytes that the sender of this RESUME has read over that connection.
     """
     said = f"resume\0{ticket}".encode() + _RESUMED.pack(number, attempt, offset)
     return hmac.new(secret, said, "sha256").hexdigest()

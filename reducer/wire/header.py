@@ -59,9 +59,6 @@ class Header(NamedTuple):
     def unpack(cls, data: Buffer) -> Header:
         """Read a header and check what can be checked without knowing the sender.
 
-        Args:
-            data: frame 0 of a message.
-
         Raises:
             RemoteProtocolError: it is no header of this protocol.
             VersionError: it is one of another major version.
@@ -96,11 +93,6 @@ _OPS = {int(op): op for op in ReduceOp}
 
 def check_chunk(header: Header, payload_bytes: int, max_chunk_bytes: int) -> None:
     """Check every element-related field of a CONTRIBUTION or RESULT before it is used.
-
-    Args:
-        header: the message's header.
-        payload_bytes: size of its payload frame.
-        max_chunk_bytes: the largest chunk that was agreed.
 
     Raises:
         RemoteProtocolError: a field is out of bounds or contradicts another one.

@@ -9,7 +9,8 @@ import json
 import string
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from reducer import errors
 from reducer.errors import ReductionError, RemoteProtocolError
@@ -41,8 +42,10 @@ LAST_STAGE = 255  # of an epoch: then all reducers are lost
 MOST_EPOCHS = 1 << 31  # no job lives to see as many, so nobody tells of a later one in earnest
 MAX_SETTINGS, MAX_SETTING_BYTES = 16, 64  # of a HELLO: how many, and each name and value
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
-
+MAX_INCARNATION_BYTES = 32
 MOST_WAITED_S = 1e6  # nobody waits as long
+
+_Text = Annotated[str, 0, MAX_SETTING_BYTES]
 
 _Body = TypeVar(
     "_Body", "Hello", "Challenge", "Welcome", "Stream", "Loss", "Stragglers", "Straggler"
@@ -59,21 +62,37 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
-def _check(value: object, kind: type, low: int, high: int, what: str) -> None:
+def _check(value: Any, kind: type, low: int, high: int, what: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise RemoteProtocolError(f"{what} must be of type {kind.__name__}, got {value!r:.80}")
-    size = value if isinstance(value, int) else _utf8_length(str(value), what)
+    try:
+        size = value if isinstance(value, int) else len(str(value).encode())
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
+        raise RemoteProtocolError(f"{what} is not valid Unicode") from None
     if not low <= size <= high:
         raise RemoteProtocolError(f"{what} must be between {low} and {high}, got {size}")
     if isinstance(value, str) and not value.isprintable():
         raise RemoteProtocolError(f"{what} must be printable, got {value!r:.80}")
 
 
-def _utf8_length(text: str, what: str) -> int:
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair
-        raise RemoteProtocolError(f"{what} is not valid Unicode") from None
+def _check_fields(record: Any) -> None:
+    """Check what the annotations of a record's fields say.
+
+    ``Annotated[int, low, high]`` bounds a number and, of `str`, the bytes of a printable text;
+    ``Annotated[str, {length, ...}]`` is hexadecimal, and has one of these lengths.
+    """
+    for name, (kind, *bounds) in _annotated(record.__class__).items():
+        value, lengths = getattr(record, name), bounds[0]
+        low, high = bounds if len(bounds) == 2 else (0, max(lengths))
+        _check(value, kind, low, high, name)
+        if len(bounds) == 1 and (len(value) not in lengths or set(value) - set(string.hexdigits)):
+            raise RemoteProtocolError(f"{name} must be hexadecimal, of length {sorted(lengths)}")
+
+
+@cache
+def _annotated(kind: type) -> dict[str, tuple[Any, ...]]:
+    hints = get_type_hints(kind, include_extras=True).items()
+    return {name: get_args(hint) for name, hint in hints if hasattr(hint, "__metadata__")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,43 +116,32 @@ class Hello:
         version, features: what the sender speaks.
     """
 
-    job: str
-    world_size: int
-    reducers: int
+    job: Annotated[str, 1, MAX_JOB_NAME_BYTES]
+    world_size: Annotated[int, 1, MAX_WORLD_SIZE]
+    reducers: Annotated[int, 1, MAX_WORLD_SIZE]
     reducer_index: int
-    chunk_bytes: int = 0
-    lane: int = 0
+    chunk_bytes: Annotated[int, 0, MAX_CHUNK_BYTES] = 0
+    lane: Annotated[int, 0, MAX_LANES - 1] = 0
     settings: dict[str, str] = field(default_factory=dict)
-    run: str = ""
-    process: str = ""
-    patience_ms: int = PATIENCE_MS
-    host_name: str = ""
-    auth: str = ""
-    version: str = VERSION
-    features: int = 0
+    run: _Text = ""
+    process: _Text = ""
+    patience_ms: Annotated[int, SHORTEST_PATIENCE_MS, LONGEST_PATIENCE_MS] = PATIENCE_MS
+    host_name: _Text = ""
+    auth: Annotated[str, {0, NONCE_DIGITS, NONCE_DIGITS + PROOF_DIGITS}] = ""
+    version: Annotated[str, 3, 16] = VERSION
+    features: Annotated[int, 0, (1 << 63) - 1] = 0
 
     def __post_init__(self) -> None:
-        _check(self.job, str, 1, MAX_JOB_NAME_BYTES, "job")
-        _check(self.world_size, int, 1, MAX_WORLD_SIZE, "world_size")
-        _check(self.reducers, int, 1, MAX_WORLD_SIZE, "reducers")
+        _check_fields(self)
+        _check_version(self.version)
         _check(self.reducer_index, int, 0, self.reducers - 1, "reducer_index")
-        _check(self.chunk_bytes, int, 0, MAX_CHUNK_BYTES, "chunk_bytes")
         if self.chunk_bytes % SHARD_ALIGNMENT:
             raise RemoteProtocolError(f"chunk_bytes must be a multiple of {SHARD_ALIGNMENT}")
-        _check(self.lane, int, 0, MAX_LANES - 1, "lane")
         if not isinstance(self.settings, dict) or len(self.settings) > MAX_SETTINGS:
             raise RemoteProtocolError(f"settings must be an object of at most {MAX_SETTINGS} names")
         for name, value in self.settings.items():
             _check(name, str, 1, MAX_SETTING_BYTES, "a setting's name")
             _check(value, str, 0, MAX_SETTING_BYTES, "a setting")
-        _check(self.run, str, 0, MAX_SETTING_BYTES, "run")
-        _check(self.process, str, 0, MAX_SETTING_BYTES, "process")
-        bounds = SHORTEST_PATIENCE_MS, LONGEST_PATIENCE_MS
-        _check(self.patience_ms, int, *bounds, "patience_ms")
-        _check(self.host_name, str, 0, MAX_SETTING_BYTES, "host_name")
-        _check_digits(self.auth, (0, NONCE_DIGITS, NONCE_DIGITS + PROOF_DIGITS), "auth")
-        _check_version(self.version)
-        _check(self.features, int, 0, (1 << 63) - 1, "features")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +152,10 @@ class Challenge:
         nonce: the reducer's.
     """
 
-    nonce: str
+    nonce: Annotated[str, {NONCE_DIGITS}]
 
     def __post_init__(self) -> None:
-        _check_digits(self.nonce, (NONCE_DIGITS,), "nonce")
+        _check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,26 +172,22 @@ class Welcome:
         features: those that both sides announced.
     """
 
-    incarnation: str
-    max_chunk_bytes: int = MAX_CHUNK_BYTES
+    incarnation: Annotated[str, 1, MAX_INCARNATION_BYTES]
+    max_chunk_bytes: Annotated[int, SHARD_ALIGNMENT, MAX_CHUNK_BYTES] = MAX_CHUNK_BYTES
     lanes: tuple[int, ...] = ()
-    auth: str = ""
-    ticket: str = ""
-    version: str = VERSION
-    features: int = 0
+    auth: Annotated[str, {0, PROOF_DIGITS}] = ""
+    ticket: Annotated[str, {0, NONCE_DIGITS}] = ""
+    version: Annotated[str, 3, 16] = VERSION
+    features: Annotated[int, 0, (1 << 63) - 1] = 0
 
     def __post_init__(self) -> None:
-        _check(self.incarnation, str, 1, 32, "incarnation")
-        _check(self.max_chunk_bytes, int, SHARD_ALIGNMENT, MAX_CHUNK_BYTES, "max_chunk_bytes")
+        _check_fields(self)
+        _check_version(self.version)
         if not isinstance(self.lanes, (list, tuple)) or len(self.lanes) >= MAX_LANES:
             raise RemoteProtocolError(f"lanes must be a list of fewer than {MAX_LANES} ports")
         for port in self.lanes:
             _check(port, int, 1, 65535, "a lane's port")
         object.__setattr__(self, "lanes", tuple(self.lanes))  # JSON has lists
-        _check_digits(self.auth, (0, PROOF_DIGITS), "auth")
-        _check_digits(self.ticket, (0, NONCE_DIGITS), "ticket")
-        _check_version(self.version)
-        _check(self.features, int, 0, (1 << 63) - 1, "features")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +201,13 @@ class Stream:
         attempt: which RESUME for that connection it is, from 1; 0 in STREAM.
     """
 
-    ticket: str
-    number: int
-    auth: str = ""
-    attempt: int = 0
+    ticket: Annotated[str, {NONCE_DIGITS}]
+    number: Annotated[int, 0, MAX_STREAMS - 1]
+    auth: Annotated[str, {0, PROOF_DIGITS}] = ""
+    attempt: Annotated[int, 0, (1 << 31) - 1] = 0
 
     def __post_init__(self) -> None:
-        _check_digits(self.ticket, (NONCE_DIGITS,), "ticket")
-        _check(self.number, int, 0, MAX_STREAMS - 1, "number")
-        _check_digits(self.auth, (0, PROOF_DIGITS), "auth")
-        _check(self.attempt, int, 0, (1 << 31) - 1, "attempt")
+        _check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +223,16 @@ class Loss:
         incarnation: of the process that was lost, as it called itself; "" if it is not known.
     """
 
-    reducer: int
-    epoch: int
+    reducer: Annotated[int, ALL_REDUCERS, MAX_WORLD_SIZE - 1]
+    epoch: Annotated[int, 0, LAST_EPOCH]
     sequence: int = -1
-    stage: int = 0
-    incarnation: str = ""
+    stage: Annotated[int, 0, LAST_STAGE] = 0
+    incarnation: Annotated[str, 0, MAX_INCARNATION_BYTES] = ""
 
     def __post_init__(self) -> None:
-        _check(self.reducer, int, ALL_REDUCERS, MAX_WORLD_SIZE - 1, "reducer")
-        _check(self.epoch, int, 0, LAST_EPOCH, "epoch")
+        _check_fields(self)
         most = NO_SEQUENCE - 1 if self.reducer == ALL_REDUCERS else -1
         _check(self.sequence, int, -1, most, "sequence")
-        _check(self.stage, int, 0, LAST_STAGE, "stage")
-        _check(self.incarnation, str, 0, 32, "incarnation")
 
     def check_epoch(self) -> None:
         """Refuse an epoch after which there would soon be no later one.
@@ -259,13 +257,13 @@ class Straggler:
         median_s: how long they wait each time, in the median, seconds.
     """
 
-    rank: int
+    rank: Annotated[int, 0, MAX_WORLD_SIZE - 1]
     cause: Literal["late", "slow"]
     share: float
     median_s: float
 
     def __post_init__(self) -> None:
-        _check(self.rank, int, 0, MAX_WORLD_SIZE - 1, "a straggler's rank")
+        _check_fields(self)
         if self.cause not in {"late", "slow"}:
             raise RemoteProtocolError(f"a straggler is late or slow, got {self.cause!r:.80}")
         for value in (self.share, self.median_s):
@@ -320,20 +318,12 @@ class Stragglers:
             raise RemoteProtocolError("straggler must be an object")
 
 
-def _check_digits(value: object, lengths: tuple[int, ...], what: str) -> None:
-    _check(value, str, 0, max(lengths), what)
-    text = str(value)
-    if len(text) not in lengths or not set(text) <= set(string.hexdigits):
-        raise RemoteProtocolError(f"{what} must be hexadecimal, of length {lengths}")
-
-
-def _check_version(version: object) -> None:
-    _check(version, str, 3, 16, "version")
-    if str(version).partition(".")[0] != str(VERSION_MAJOR):
+def _check_version(version: str) -> None:
+    if version.partition(".")[0] != str(VERSION_MAJOR):
         raise errors.VersionError(
             f"this side speaks protocol {VERSION}, the peer {version}",
             expected=VERSION,
-            got=str(version),
+            got=version,
         )
 
 
@@ -465,7 +455,7 @@ def _load(data: Buffer) -> dict[str, Any]:
     try:
         values = json.loads(bytes(data))
     except (ValueError, RecursionError):
-        raise RemoteProtocolError("a body must be one JSON object in UTF-8") from None
+        values = None
     if not isinstance(values, dict):
         raise RemoteProtocolError("a body must be one JSON object in UTF-8")
     return values

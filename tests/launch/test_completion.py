@@ -28,7 +28,7 @@ def completed(line):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("reducer ", ["status", "top", "plan", "serve", "keygen"]),
+        ("reducer ", ["status", "top", "plan", "serve", "health", "keygen"]),
         ("reducer serve --kernel ", get_args(KernelName)),
         ("reducer serve --kernel avx", ["avx512", "avx2"]),
         ("reducer serve --log-", ["--log-level", "--log-format"]),

@@ -95,6 +95,16 @@ def test_one_that_is_not_there_is_named_beside_the_others(pool):
     assert "is no known host" in found[1]["error"]
 
 
+def test_health_is_a_code_and_a_reason(pool, monkeypatch):
+    monkeypatch.setenv("REDUCTION_HTTP", pool[0].http)
+    done = run_here("reducer health")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    with answering(503, b"the thread at port 5555 hangs\x1b[31m\nand so on") as port:
+        done = run_here(f"reducer health --http {port}")
+    said = f"reducer: {port} answers: the thread at port 5555 hangs\\x1b[31m\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_the_workers_port_is_not_the_one(pool):
     with pytest.raises(RemoteProtocolError, match="name the port of --http, not the one that work"):
         read(pool[0].address)

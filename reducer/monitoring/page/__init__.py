@@ -10,6 +10,8 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+import threading
+from concurrent.futures import Future, wait
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from email.message import Message
 
 MAX_REDUCERS = 64  # that one page follows
+NAME_S = 0.5  # for a name server: others wait for their answers meanwhile
 # No address of IPv6: a content-security policy cannot name one. Nor anything that could end the
 # directive that this becomes a part of.
 _PORT = re.compile(r"(?P<host>[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?):(?P<port>[0-9]{1,5})")
@@ -81,11 +84,7 @@ def reducers(query: str) -> list[str]:
 
 
 def policy(others: list[str]) -> str:
-    """Return the content-security policy of a page that follows other reducers, too.
-
-    Args:
-        others: as `reducers` returns them.
-    """
+    """Return the content-security policy of a page that follows other reducers, too."""
     asked = " ".join(["'self'", *(f"http://{one}" for one in dict.fromkeys(others))])
     return (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -99,9 +98,6 @@ def may_read(origin: str) -> bool:
 
     One of a private network may: it comes from another reducer, or a port that was forwarded. One
     of a site of the internet, which somebody has open beside their work, may not.
-
-    Args:
-        origin: as a browser gives it, such as ``http://10.0.0.1:9090``.
     """
     match = _ORIGIN.fullmatch(origin)
     if match is None:
@@ -136,12 +132,19 @@ def _is_of_browser(headers: Message) -> bool:
 def _is_own(name: str) -> bool:
     """Whether this host is called so, in full or by the first parts of its name."""
     host = socket.gethostname()
-    return any(f"{own.lower()}.".startswith(f"{name}.") for own in (host, _full_name(host)))
+    full = _full_name(host)
+    names = [host, full.result()] if full.done() else [host]
+    return any(f"{own.lower()}.".startswith(f"{name}.") for own in names)
 
 
 @cache
-def _full_name(host: str) -> str:
-    return socket.getfqdn(host)  # asks a name server
+def _full_name(host: str) -> Future[str]:
+    """Ask a name server what this host is called in full, and wait for it for a moment, once."""
+    full: Future[str] = Future()
+    asking = threading.Thread(target=lambda: full.set_result(socket.getfqdn(host)), daemon=True)
+    asking.start()
+    wait([full], NAME_S)
+    return full
 
 
 def _is_address(host: str) -> bool:
