@@ -1,5 +1,6 @@
 """The command of docs/horovod.md changes a script's imports, and every name is where it was."""
 
+import inspect
 import re
 import runpy
 
@@ -9,6 +10,7 @@ from tests.horovod_imports import changed
 
 pytest.importorskip("torch", reason="needs torch")
 
+import worker_client.horovod as hvd
 
 SCRIPT = '''
 """A script for Horovod."""
@@ -60,3 +62,15 @@ def test_one_command_changes_every_import(tmp_path):
     assert all(one is other for one, other in found["same"])
     assert found["built"] is False
     assert re.fullmatch(r"\d+\.\d+\.\d+", found["version"])
+
+
+def test_forms_of_a_call_have_its_arguments():
+    def arguments(name):
+        return list(inspect.signature(getattr(hvd, name)).parameters)
+
+    rest = [name for name in arguments("allreduce")[1:] if name != "compression"]
+    for form in ("allreduce_", "allreduce_async", "allreduce_async_"):
+        assert arguments(form) == ["tensor", *rest]
+        assert arguments(f"grouped_{form}") == ["tensors", *rest]
+    for form in ("broadcast_", "broadcast_async", "broadcast_async_"):
+        assert arguments(form) == arguments("broadcast")

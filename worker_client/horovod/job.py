@@ -8,9 +8,8 @@ import json
 import logging
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -26,10 +25,7 @@ from worker_client.horovod.groups import Group
 from worker_client.launch import Launcher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from worker_client.client.client import Client
-    from worker_client.horovod.groups import Part
 
 _FAREWELL_S = 5.0  # how long a rank that hosts a reducer waits for the others at the end
 
@@ -46,74 +42,57 @@ class Place(NamedTuple):
     homogeneous: bool
 
 
+class _Part(Protocol):
+    """What a process set is to its job."""
+
+    ranks: list[int]
+
+    def end(self) -> None: ...
+
+
 class Job(Group):
-    """All ranks, and what else calls of this process share.
+    """All ranks, and what else calls of this process share."""
 
-    Args:
-        client: the job's.
-
-    Attributes:
-        place: where this rank is.
-        parts: the process sets by their numbers, the same at every rank.
-        parts_made: how many there were so far.
-        in_elastic_function: whether it is in the function of ``hvd.elastic.run``, which may be
-            called again.
-    """
-
-    place: Place
+    place: Place  # of this rank
 
     def __init__(self, client: Client) -> None:
         super().__init__(client)
         self.present = ()  # not known yet; from here on the same until the next `renew`
-        self.parts: dict[int, Part] = {}
-        self.parts_made = 0
-        self.in_elastic_function = False
+        self.process_sets: dict[int, _Part] = {}  # by numbers that all ranks know
+        self.process_sets_made = 0
+        self.in_elastic_function = False  # that of hvd.elastic.run, which may be called again
         self.renew()
 
     def renew(self, *, afresh: bool = False) -> bool:
         """Let ranks in that wait for it, and see who takes part; every rank calls this alike.
 
-        Args:
-            afresh: this rank has made other calls than the others, perhaps: all count their calls
-                without names anew.
-
-        Returns:
-            Whether ranks have left or joined, or one begins afresh; the same at every rank.
-
-        Raises:
-            ReductionError: as `Client.admit` and `Client.all_reduce`.
+        A rank that has made other calls than the others, perhaps, begins `afresh`: all count their
+        calls without names anew. Return whether ranks have left or joined, or one begins afresh.
         """
         if self.client.admits:
             self.client.admit()
+        told = config.launch()
+        where = [host_identity(), told.local_rank, told.local_world_size]
         while True:
             try:
-                mine = [*_whereabouts(), self._renewals, afresh]
+                mine = [*where, self._renewals, afresh]
                 ranks = all_gather_bytes(self.client, json.dumps(mine).encode())
             except RankLostError as error:
                 if error.rank in self.client.present:
                     raise
                 continue  # all go on without it, and have found that out alike
             present = tuple(ranks)
-            told = [json.loads(said) for said in ranks.values()]
-            if present == self.present and not any(one[-1] for one in told):
+            said = [json.loads(one) for one in ranks.values()]
+            if present == self.present and not any(one[-1] for one in said):
                 return False
             everybody = len(present) == self.client.world_size
-            places = [one[:3] for one in told]
+            places = [one[:3] for one in said]
             self.place = _find_place(places, present.index(self.client.rank), everybody=everybody)
             self.present = present
-            self._renewals = 1 + max(one[-2] for one in told)
+            self._renewals = 1 + max(one[-2] for one in said)
             self.calls = self._joins = 0  # ranks that have joined count from here
             self._numbers.clear()
             return True
-
-    @contextmanager
-    def elastic_function(self) -> Iterator[None]:
-        """Keep `in_elastic_function` true for as long as the function of a run is called."""
-        self.in_elastic_function = self.client.spec.elastic
-        try:
-            yield
-        finally:
-            self.in_elastic_function = False
 
     def begin_join(self) -> int:
         """Begin a new count of calls without a name, as all ranks do; return `calls`."""
@@ -124,22 +103,16 @@ class Job(Group):
 
     def leave(self) -> None:
         """Leave, after the other ranks have their last result if this one hosts a reducer."""
-        for part in self.parts.values():
-            if part.group is not None:
-                part.group.client.shutdown()
+        for one in self.process_sets.values():
+            one.end()
         failing = sys.exc_info()[0] is not None or hasattr(sys, "last_value")
         if self.client.usable and self.client.spec.hosts and not failing:
-            self._say_farewell()
+            name, farewell = "horovod.shutdown", np.zeros(1, np.uint8)
+            try:
+                self.client.all_reduce(farewell, "max", name=name, timeout=_FAREWELL_S).wait()
+            except ReductionError as error:  # every result that a caller waited for is here already
+                log.info("not all ranks have said farewell: %s", error)
         self.client.shutdown()
-
-    def _say_farewell(self) -> None:
-        farewell = np.zeros(1, np.uint8)
-        try:
-            self.client.all_reduce(
-                farewell, "max", name="horovod.shutdown", timeout=_FAREWELL_S
-            ).wait()
-        except ReductionError as error:  # every result that a caller waited for is here already
-            log.info("not all ranks have said farewell: %s", error)
 
 
 class Current:
@@ -151,11 +124,7 @@ class Current:
 
     @property
     def job(self) -> Job:
-        """The job.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The job, if there is one."""
         if self._job is None:
             raise ConfigError("there is no job yet, or no longer: call hvd.init() first")
         return self._job
@@ -186,25 +155,19 @@ class Current:
         """Whether `init` was called, and `shutdown` was not since."""
         return self._job is not None
 
-    def is_current(self, job: Job) -> bool:
-        """Whether this is the job, and not one that was left."""
-        return self._job is job
-
     def rank(self) -> int:
         """Return the number of this worker among all."""
         return self.job.rank
 
-    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
+    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:  # noqa: ARG002
         """Write what happens from now on to a file, which Perfetto opens; each rank has its own.
 
-        Args:
-            file_path: of rank 0; that of the others has ``.rankN`` before its suffix.
-            mark_cycles: is accepted and changes nothing: rounds of negotiation are shown anyway.
+        `file_path` is that of rank 0; others have ``.rankN`` before its suffix. `mark_cycles`
+        changes nothing: rounds of negotiation are shown anyway.
 
         Raises:
             ConfigError: there is no job, or the file cannot be written.
         """
-        del mark_cycles
         path = Path(file_path)
         if rank := self.rank():
             path = path.with_suffix(f".rank{rank}{path.suffix}")
@@ -261,20 +224,8 @@ def _make_group() -> bool:
     return True
 
 
-def _whereabouts() -> list[Any]:
-    """Return this process's host, and what the launcher says of its local rank and size."""
-    told = config.launch()
-    return [host_identity(), told.local_rank, told.local_world_size]
-
-
 def _find_place(whereabouts: list[list[Any]], rank: int, *, everybody: bool) -> Place:
-    """Return where a rank is.
-
-    Args:
-        whereabouts: of each rank.
-        rank: the one that is asked for.
-        everybody: no rank was ever lost, so that what launchers say of sizes is true.
-    """
+    """Return where a rank is; `everybody`: none was ever lost, and launchers' sizes are true."""
     taken: dict[str, set[int]] = {}  # local ranks, by host
     for host, local_rank, _ in whereabouts:
         taken.setdefault(host, set()).update(() if local_rank is None else [local_rank])

@@ -1,4 +1,4 @@
-"""Objects of plain types as bytes and back, and their broadcast and all-gather.
+"""Objects of plain types, and tensors, as bytes and back.
 
 What other ranks send is data and never code: an object is JSON, which names a type for each value,
 and the bytes of what is large. Types that are not named here are refused.
@@ -16,7 +16,6 @@ and the bytes of what is large. Types that are not named here are refused.
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections import Counter, OrderedDict
 from typing import Any
@@ -25,26 +24,37 @@ import numpy as np
 import torch
 
 from reducer.errors import ConfigError
-from worker_client.horovod.broadcasting import as_bytes, start_broadcast
-from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
-from worker_client.horovod.ops import torch_dtype
-from worker_client.horovod.reduction import dense_copy
 
 _LENGTH = struct.Struct("<Q")  # of the JSON
 _PLAIN = (type(None), bool, int, float, str)
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 _DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _BYTES = {kind.__name__: kind for kind in (bytes, bytearray)}
-_REFUSED, _ENCODED = b"E", b"O"
+
+
+def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy that has no history, of a tensor that is not sparse."""
+    if tensor.layout is not torch.strided:
+        raise ConfigError("a sparse tensor cannot be reduced: use tensor.to_dense()")
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor of any dtype, sharing its memory."""
+    # A dimension of one element, or of none, may have any stride, and is contiguous all the same.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of this name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"there is no dtype {name}")
+    return dtype
 
 
 def encode(value: Any) -> bytes:
-    """Return an object as bytes.
-
-    Raises:
-        ConfigError: it is, or contains, an object of a type that is not supported; or lists and
-            dictionaries are nested too deep, or in a circle.
-    """
+    """Return an object as bytes; other types than above, and circles, are refused."""
     blobs: list[bytes] = []
     try:
         described = json.dumps(_describe(value, blobs)).encode()
@@ -54,11 +64,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the object of which `encode` made these bytes.
-
-    Raises:
-        ConfigError: no object was encoded like this.
-    """
+    """Return the object of which `encode` made these bytes; others are refused."""
     try:
         (length,) = _LENGTH.unpack_from(data)
         described = json.loads(data[_LENGTH.size : _LENGTH.size + length])
@@ -103,19 +109,12 @@ def _restore(described: Any, data: bytes, at: int) -> tuple[Any, int]:
     if isinstance(described, _PLAIN):
         return described, at
     name, *rest = described
-    if name in _SEQUENCES:
+    if name in _SEQUENCES or name in _DICTS:
         values = []
         for one in rest[0]:
-            value, at = _restore(one, data, at)
+            value, at = _restore(["tuple", one] if name in _DICTS else one, data, at)
             values.append(value)
-        return _SEQUENCES[name](values), at
-    if name in _DICTS:
-        pairs = []
-        for key, one in rest[0]:
-            restored, at = _restore(key, data, at)
-            value, at = _restore(one, data, at)
-            pairs.append((restored, value))
-        return _DICTS[name](dict(pairs)), at
+        return _SEQUENCES[name](values) if name in _SEQUENCES else _DICTS[name](dict(values)), at
     blob = data[at : at + rest[-1]]
     at += rest[-1]
     if len(blob) != rest[-1] or rest[-1] < 0:
@@ -124,76 +123,8 @@ def _restore(described: Any, data: bytes, at: int) -> tuple[Any, int]:
         return _BYTES[name](blob), at
     dtype, shape = rest[0], tuple(rest[1])
     if name == "tensor":
-        return _tensor(dtype, shape, blob), at
+        # A buffer of no bytes is refused, though a tensor may have none.
+        flat = torch.frombuffer(bytearray(blob or b"\0"), dtype=torch.uint8)[: len(blob)]
+        return flat.view(torch_dtype(dtype)).reshape(shape), at
     array = np.frombuffer(blob, np.dtype(dtype)).reshape(shape).copy()
     return (array[()] if name == "scalar" else array), at
-
-
-def _tensor(name: str, shape: tuple[int, ...], blob: bytes) -> torch.Tensor:
-    dtype = torch_dtype(name)
-    if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(blob), dtype=dtype).reshape(shape)
-
-
-# -- between ranks ------------------------------------------------------------------------------
-
-
-def _pack(value: Any) -> bytes:
-    # A refusal travels like an object, so that every rank raises it and none waits.
-    try:
-        return _ENCODED + encode(value)
-    except ConfigError as error:
-        return _REFUSED + str(error).encode()
-
-
-def _unpack(rank: int, payload: bytes) -> Any:
-    if payload[:1] == _REFUSED:
-        raise ConfigError(f"rank {rank}: {payload[1:].decode()}")
-    return decode(payload[1:])
-
-
-def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = ALL_RANKS,
-) -> Any:
-    """Return the object of rank `root_rank`; what others pass is ignored.
-
-    Args:
-        obj: None, numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, sets and
-            dictionaries of such.
-        root_rank: whose object it is, as ``hvd.rank()`` numbers it.
-        name: the same at every rank; by default numbered.
-        process_set: the ranks that take part.
-
-    Raises:
-        ConfigError: it is of another type, at every rank alike.
-        ReductionError: as `Client.all_reduce`.
-    """
-    group = group_of(process_set)
-    client = group.client
-    with group.call("broadcast_object", name) as wire:
-        root = group.number(root_rank)
-        is_root = root == client.rank
-        payload = _pack(obj) if is_root else b""
-    size = torch.tensor([len(payload)])
-    start_broadcast(client, size, root, wire).wait()
-    data = torch.zeros(int(size), dtype=torch.uint8)
-    if is_root:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    start_broadcast(client, data, root, f"{wire}.data").wait()
-    received = _unpack(root_rank, data.numpy().tobytes())
-    return obj if is_root else received
-
-
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = ALL_RANKS
-) -> list[Any]:
-    """Return every rank's object, in rank order; arguments and errors as `broadcast_object`."""
-    group = group_of(process_set)
-    with group.call("allgather_object", name) as wire:
-        payload = _pack(obj)
-    payloads = group.gather(payload, wire).wait()
-    return [_unpack(rank, one) for rank, one in enumerate(payloads)]

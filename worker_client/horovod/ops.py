@@ -1,7 +1,8 @@
-"""What scripts name in calls: reductions, compression of gradients, and handles."""
+"""What scripts name in calls: reductions, and handles of calls in progress."""
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,31 +27,19 @@ class Op(IntEnum):
 
 
 Average, Sum, Adasum, Min, Max, Product = Op
-
-_BY_AVERAGE = {True: Op.AVERAGE, False: Op.SUM}
-_NAMES = {Op.SUM: "sum", Op.MIN: "min", Op.MAX: "max", Op.PRODUCT: "product"}
+LINEAR = (Op.AVERAGE, Op.SUM)  # gradients pass through these
 
 
 def choose(op: int | None, average: bool | None = None) -> Op:
-    """Return the reduction that a call asks for; `Average` if it does not say.
-
-    Args:
-        op: one of the constants of this module.
-        average: the older way to say `Average` or `Sum`.
-
-    Raises:
-        ConfigError: both are given, `op` is unknown, or it is `Adasum`.
-    """
+    """Return the reduction that a call asks for, by `average` in older scripts."""
     if average is not None:
         if op is not None:
             raise ConfigError(
                 f"both op={op!r} and average={average!r} are given: leave out average="
             )
-        return _BY_AVERAGE[bool(average)]
-    if op is None:
-        return Op.AVERAGE
+        return Op.AVERAGE if average else Op.SUM
     try:
-        chosen = Op(op)
+        chosen = Op.AVERAGE if op is None else Op(op)
     except ValueError:
         raise ConfigError(
             f"unknown op {op!r}: use hvd.Average, hvd.Sum, hvd.Min, hvd.Max or hvd.Product"
@@ -63,6 +52,21 @@ def choose(op: int | None, average: bool | None = None) -> Op:
     return chosen
 
 
+def predivided(op: int | None, factor: float) -> tuple[Op, tuple[float, float]]:
+    """Return the reduction of gradients, and their factors before and after it."""
+    chosen = choose(op)
+    if factor != 1.0 and chosen is not Op.AVERAGE:
+        raise ConfigError("gradient_predivide_factor goes with op=hvd.Average alone")
+    return chosen, (1.0 / factor, factor)
+
+
+def check_passes(passes: int) -> int:
+    """Return the number of backward passes of a step; less than one is refused."""
+    if passes < 1:
+        raise ConfigError(f"backward_passes_per_step must be 1 or more, got {passes}")
+    return passes
+
+
 def divides(op: Op, dtype: torch.dtype) -> bool:
     """Whether ranks divide a sum themselves: reducers take means of floating types alone."""
     return op is Op.AVERAGE and not dtype.is_floating_point
@@ -72,48 +76,30 @@ def on_the_wire(op: Op, dtype: torch.dtype) -> str:
     """Return what `Client.all_reduce` calls it."""
     if op is Op.AVERAGE:
         return "sum" if divides(op, dtype) else "mean"
-    return _NAMES[op]
+    return op.name.lower()
 
 
 def neutral(op: ReduceOp, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a contribution of so many bytes that changes no other rank's."""
-    count = nbytes // dtype.itemsize
-    if op is ReduceOp.PRODUCT:
-        return torch.ones(count, dtype=dtype)
-    if op in {ReduceOp.MIN, ReduceOp.MAX}:
-        if dtype.is_floating_point:
-            edge = float("inf") if op is ReduceOp.MIN else float("-inf")
-        else:
-            limits = torch.iinfo(dtype)
-            edge = limits.max if op is ReduceOp.MIN else limits.min
-        return torch.full((count,), edge, dtype=dtype)
-    return torch.zeros(count, dtype=dtype)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of this name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"there is no dtype {name}")
-    return dtype
+    value: float = int(op is ReduceOp.PRODUCT)
+    if op in {ReduceOp.MIN, ReduceOp.MAX} and dtype.is_floating_point:
+        value = math.inf if op is ReduceOp.MIN else -math.inf
+    elif op in {ReduceOp.MIN, ReduceOp.MAX}:
+        limits = torch.iinfo(dtype)
+        value = limits.max if op is ReduceOp.MIN else limits.min
+    return torch.full((nbytes // dtype.itemsize,), value, dtype=dtype)
 
 
 def scale_(tensor: torch.Tensor, factor: float) -> None:
     """Multiply in place; integers are rounded towards zero."""
-    if factor == 1.0:
-        return
-    if tensor.dtype.is_floating_point:
+    if factor != 1.0 and tensor.dtype.is_floating_point:
         tensor.mul_(factor)
-    else:
+    elif factor != 1.0:
         tensor.copy_(tensor.double().mul_(factor))
 
 
 class Waitable(Protocol):
-    """What a handle may be made of: an all-reduce's `Work`, or another handle."""
+    """What a handle may be made of: an all-reduce's `Work`, a gather or another handle."""
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -153,11 +139,7 @@ class Handle:
 
 
 def wait_for_all(works: Iterable[Waitable]) -> None:
-    """Wait for every one, and only then raise the first one's error, if there is one.
-
-    Raises:
-        ReductionError: an all-reduce failed.
-    """
+    """Wait for every one, and only then raise the first one's error, if there is one."""
     first: ReductionError | None = None
     for work in works:
         try:

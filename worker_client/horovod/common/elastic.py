@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from reducer.errors import RankLostError, ReducerLostError, ReductionError, ReductionTimeout
 from worker_client.horovod.common.exceptions import HostsUpdatedInterrupt
 from worker_client.horovod.job import CURRENT
-from worker_client.horovod.objects import broadcast_object
+from worker_client.horovod.torch.functions import broadcast_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 def run(func: Callable[..., T]) -> Callable[..., T]:
     """Let a function train while ranks leave and join.
 
-    The function is called with a state that is the same at every rank. When ranks have left or
-    joined (`State.commit` finds that), it is called again; when a call of it fails because a rank
-    or the reducers were lost, or an all-reduce took too long, it is called again with the state of
-    the last commit, when all ranks have met again, for which they have twice as long as for an
+    The function is called with a state that is the same at every rank, and again when ranks have
+    left or joined (`State.commit` finds that). When a call of it fails because a rank or the
+    reducers were lost, or an all-reduce took too long, it is called again with the state of the
+    last commit, when all ranks have met again, for which they have twice as long as for an
     all-reduce (``REDUCTION_TIMEOUT``). Other errors are raised. Before a further call the state's
     reset callbacks are called.
 
@@ -56,9 +56,6 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
         func: takes a `State`, and more. Ranks make no calls to each other before it, but for
             ``hvd.init()``: a rank that joins makes its first calls in it. A `DistributedOptimizer`
             is made before it: in it there would be one more for each call.
-
-    Returns:
-        A function with the same arguments, which returns what the last call of `func` does.
     """
 
     @functools.wraps(func)
@@ -73,8 +70,11 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                 if not skip_sync:
                     state.sync()
                 until = math.inf
-                with job.elastic_function():
+                job.in_elastic_function = job.client.spec.elastic
+                try:
                     return func(state, *args, **kwargs)
+                finally:
+                    job.in_elastic_function = False
             except HostsUpdatedInterrupt as interrupt:  # noqa: PERF203 (once in many steps)
                 skip_sync = interrupt.skip_sync
                 state.on_reset()
@@ -101,22 +101,17 @@ def _passes(error: ReductionError, job: Job) -> bool:
 
 
 class State:
-    """What ranks have in common, and what becomes of it when they come and go.
+    """What ranks have in common; subclasses say how it is saved, restored and made the same.
 
-    Subclasses say how it is saved, restored and made the same.
-
-    Args:
-        bcast_object: takes an object, and returns the one of rank 0.
-        get_rank: returns this rank's number.
+    `bcast_object` takes an object, and returns the one of rank 0; `get_rank` changes nothing.
     """
 
     def __init__(
         self,
         bcast_object: Callable[[Any], Any] = broadcast_object,
-        get_rank: Callable[[], int] = CURRENT.rank,
+        get_rank: Callable[[], int] = CURRENT.rank,  # noqa: ARG002 (Horovod's)
     ) -> None:
         self._bcast_object = bcast_object
-        self._rank = get_rank
         self._reset_callbacks: list[Callable[[], object]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
@@ -170,13 +165,7 @@ class State:
 
 
 class ObjectState(State):
-    """A state of Python objects, which are its attributes.
-
-    Args:
-        bcast_object: takes an object, and returns the one of rank 0.
-        get_rank: returns this rank's number.
-        **kwargs: the objects, of types that `broadcast_object` takes.
-    """
+    """A state of objects of types that `broadcast_object` takes, which are its attributes."""
 
     def __init__(
         self,
@@ -185,26 +174,33 @@ class ObjectState(State):
         **kwargs: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved_state = copy.deepcopy(kwargs)
-        for name, value in kwargs.items():
-            setattr(self, name, value)
+        self._set(kwargs)
+        self._saved_state = kwargs
+        self._keep()
 
     def save(self) -> None:
-        """Keep the objects as they are now; copies, so that changes in place are undone as well."""
-        now = {name: getattr(self, name) for name in self._saved_state}
-        self._saved_state = copy.deepcopy(now)
+        """Keep everything as it is now; copies, so that changes in place are undone as well."""
+        self._keep()
 
     def restore(self) -> None:
-        """Go back to the objects that were saved last."""
-        for name, value in copy.deepcopy(self._saved_state).items():
-            setattr(self, name, value)
+        """Go back to what was saved last."""
+        self._set(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """Replace the objects by those of rank 0, which it has now, and save them."""
+        """Replace everything by what rank 0 has now, and save it."""
         if self._saved_state:
-            now = {name: getattr(self, name) for name in self._saved_state}
+            now = self._now()
             received = self._bcast_object(now)
             if received is not now:
-                for name, value in received.items():
-                    setattr(self, name, value)
-            self._saved_state = copy.deepcopy(received)
+                self._set(received)
+        self._keep()
+
+    def _now(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _set(self, objects: dict[str, Any]) -> None:
+        for name, value in objects.items():
+            setattr(self, name, value)
+
+    def _keep(self) -> None:
+        self._saved_state = copy.deepcopy(self._now())

@@ -8,11 +8,7 @@ __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
-    """Ranks have left or joined: `run` begins again with the function.
-
-    Args:
-        skip_sync: the states of the ranks need not be made the same before.
-    """
+    """Ranks have left or joined: `run` begins again, with `skip_sync` without a sync of states."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("ranks have left or joined")

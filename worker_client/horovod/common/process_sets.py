@@ -9,7 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import ConfigError
-from worker_client.horovod.groups import Group, Part
+from worker_client.horovod.groups import Group
 from worker_client.horovod.job import CURRENT
 
 if TYPE_CHECKING:
@@ -17,15 +17,13 @@ if TYPE_CHECKING:
 
     from worker_client.horovod.job import Job
 
+__all__ = ["ProcessSet", "add_process_set", "init", "remove_process_set"]
+
 
 class ProcessSet:
-    """Some ranks of the job. It can be used between `add_process_set` and `remove_process_set`.
+    """Some ranks of the job, as ``hvd.rank()`` numbers them: `ranks`, ascending.
 
-    Args:
-        ranks: as ``hvd.rank()`` numbers them.
-
-    Attributes:
-        ranks: ascending.
+    It can be used between `add_process_set` and `remove_process_set`.
 
     Raises:
         ConfigError: these are no numbers, or not of several ranks.
@@ -40,31 +38,24 @@ class ProcessSet:
             raise ConfigError(f"a process set is made of a list of ranks, such as [0, 1]: {ranks}")
         if len(set(self.ranks)) < len(self.ranks):
             raise ConfigError(f"a rank may be in a process set once: {self.ranks}")
-        self._job: Job | None = None
-        self._number = 0
+        self._number: int | None = None
+        self._group: Group | None = None  # at its own ranks
 
     @property
     def process_set_id(self) -> int | None:
         """Its number, the same at every rank; None while it cannot be used."""
-        job = self._job
-        usable = job is not None and CURRENT.is_current(job) and self._number in job.parts
-        return self._number if usable else None
+        return self._number
 
     @property
     def group(self) -> Group:
-        """Its ranks.
-
-        Raises:
-            ConfigError: it was not added, or this rank is not among them.
-        """
-        if self._job is None or self.process_set_id is None:
+        """Its ranks, if it was added, and this rank is among them."""
+        if self.process_set_id is None:
             raise ConfigError(f"{self} is not in use: give it to hvd.add_process_set() first")
-        group = self._job.parts[self._number].group
-        if group is None:
+        if self._group is None:
             raise ConfigError(
                 f"rank {CURRENT.rank()} is not in {self}, and cannot take part in its calls"
             )
-        return group
+        return self._group
 
     def included(self) -> bool | None:
         """Whether this rank is one of them; None while it cannot be used."""
@@ -75,16 +66,22 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this rank's number among them; None while it cannot be used.
-
-        Raises:
-            ConfigError: this rank is not among them.
-        """
+        """Return the number that this rank must have among them; None while it cannot be used."""
         return None if self.process_set_id is None else self.group.rank
 
     def begin(self, job: Job, number: int) -> None:
-        """Let it be that part of the job."""
-        self._job, self._number = job, number
+        """Let it be used, as that process set of the job."""
+        ranks = tuple(self.ranks)
+        if job.rank in ranks:
+            self._group = Group(job.client.subgroup(f"set{number}", ranks), ranks)
+        self._number = number
+        job.process_sets[number] = self
+
+    def end(self) -> None:
+        """Let it not be used any more; what is in progress among its ranks fails."""
+        if self._group is not None:
+            self._group.client.shutdown()
+        self._number = self._group = None
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -98,21 +95,14 @@ class _AllRanks(ProcessSet):
 
     @property
     def process_set_id(self) -> int:
-        """Its number, always the same."""
         return 0
 
     @property
     def ranks(self) -> list[int]:  # type: ignore[override]
-        """Numbers of all ranks; none before `init`."""
         return list(range(CURRENT.size())) if CURRENT.is_initialized() else []
 
     @property
     def group(self) -> Group:
-        """All of them.
-
-        Raises:
-            ConfigError: there is no job.
-        """
         return CURRENT.job
 
 
@@ -120,11 +110,7 @@ ALL_RANKS = _AllRanks()
 
 
 def group_of(process_set: Any) -> Group:
-    """Return the ranks that a call is made to.
-
-    Raises:
-        ConfigError: it is no process set, or one that this rank cannot use.
-    """
+    """Return the ranks that a call is made to."""
     if not isinstance(process_set, ProcessSet):
         raise ConfigError(
             f"process_set= takes what hvd.add_process_set() returns, got {process_set!r}"
@@ -135,11 +121,7 @@ def group_of(process_set: Any) -> Group:
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Let some ranks make calls among themselves; every rank of the job calls this alike.
 
-    Args:
-        process_set: the ranks, or a `ProcessSet` of them.
-
-    Returns:
-        What calls take as ``process_set=``.
+    It takes the ranks, or a `ProcessSet` of them, and returns what calls take as ``process_set=``.
 
     Raises:
         ConfigError: there is such a rank set already, or no such rank; or the job's ranks host
@@ -154,29 +136,21 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
             raise ConfigError(f"{one} is in use already")
         if absent := [rank for rank in one.ranks if not 0 <= rank < job.size]:
             raise ConfigError(f"ranks {absent} are not in a world of size {job.size}")
-        taken = [tuple(ALL_RANKS.ranks), *(part.ranks for part in job.parts.values())]
-        if tuple(one.ranks) in taken:
+        if one.ranks in [ALL_RANKS.ranks, *(other.ranks for other in job.process_sets.values())]:
             raise ConfigError(f"there is a process set of ranks {one.ranks} already: use that")
         job.client.check_subgroups()
-    given = [json.loads(said) for said in job.gather(json.dumps(one.ranks).encode(), wire).wait()]
-    if any(ranks != one.ranks for ranks in given):
-        raise ConfigError(f"ranks have added different process sets: {given}, in rank order")
-    job.parts_made += 1
-    ranks, group = tuple(one.ranks), None
-    if job.rank in ranks:
-        group = Group(job.client.subgroup(f"set{job.parts_made}", ranks), ranks)
-    job.parts[job.parts_made] = Part(ranks, group)
-    one.begin(job, job.parts_made)
+        mine = json.dumps(one.ranks).encode()
+    _check_all_say(mine, wire, "added")
+    job.process_sets_made += 1
+    one.begin(job, job.process_sets_made)
     return one
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Let a process set not be used any more; every rank of the job calls this alike.
 
-    What is in progress among its ranks fails.
-
-    Returns:
-        Whether there was such a set; that of all ranks stays.
+    What is in progress among its ranks fails. Return whether there was such a set; that of all
+    ranks stays.
 
     Raises:
         ConfigError: ranks have removed different ones.
@@ -187,16 +161,16 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     with job.call("remove_process_set", None) as wire:
         mine = json.dumps(number).encode()
-    given = job.gather(mine, wire).wait()
-    if any(other != mine for other in given):
-        raise ConfigError(
-            f"ranks have removed different process sets: {[int(one) for one in given]}, by their "
-            "numbers, in rank order"
-        )
-    group = job.parts.pop(number).group
-    if group is not None:
-        group.client.shutdown()
+    _check_all_say(mine, wire, "removed")
+    job.process_sets.pop(number).end()
     return True
+
+
+def _check_all_say(mine: bytes, wire: str, done: str) -> None:
+    said = CURRENT.job.gather(mine, wire).wait()
+    if any(other != mine for other in said):
+        given = b", ".join(said).decode()
+        raise ConfigError(f"ranks have {done} different process sets: {given}, in rank order")
 
 
 def init(comm: object = None, process_sets: Iterable[ProcessSet] | str | None = None) -> None:

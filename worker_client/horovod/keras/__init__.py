@@ -15,7 +15,7 @@ from worker_client.horovod.common import basics
 from worker_client.horovod.common.basics import *  # noqa: F403
 from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet
 from worker_client.horovod.keras import callbacks, elastic
-from worker_client.horovod.ops import Op
+from worker_client.horovod.ops import Op, check_passes
 from worker_client.horovod.tensorflow import mpi_ops
 from worker_client.horovod.tensorflow.compression import Compression
 from worker_client.horovod.tensorflow.functions import broadcast_global_variables
@@ -25,21 +25,11 @@ from worker_client.keras import check, reduce_before_apply
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from worker_client.horovod.tensorflow.compression import Compressor
+    from worker_client.horovod.torch.compression import Compressor
 
-__all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "callbacks",
-    "elastic",
-    "load_model",
-    "reducescatter",
-]
+__all__ = ["Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "load_model"]
+__all__ += ["allgather", "allreduce", "broadcast", "broadcast_global_variables", "reducescatter"]
+__all__ += ["callbacks", "elastic"]
 __all__ += basics.__all__
 
 
@@ -62,43 +52,28 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """Let an optimizer reduce gradients over all ranks before it applies them.
 
     It is the same object afterwards, of a class derived from its own; a model that is saved with it
-    loads with the optimizer that it was.
+    loads with the optimizer that it was. It may be any of Keras's, but must have applied nothing
+    yet if there are several passes. Arguments that are not named here are those of
+    `worker_client.horovod.DistributedOptimizer`.
 
-    Args:
-        optimizer: any of Keras's, that has applied nothing yet if there are several passes.
-        name: of the optimizer, from now on.
-        device_dense: changes nothing.
-        device_sparse: changes nothing.
-        compression: how gradients travel, one of `Compression`.
-        sparse_as_dense: whether `tf.IndexedSlices` travel as dense ones, instead of being gathered.
-        gradient_predivide_factor: gradients are divided by it before an average is taken, and
-            multiplied afterwards.
-        op: the reduction, `Average` by default.
-        backward_passes_per_step: how many add up before they are applied. They are reduced in each
-            pass.
-        average_aggregated_gradients: whether their sum is divided by their number.
-        num_groups: changes nothing: all gradients of a call travel together.
-        groups: changes nothing.
-        process_set: the ranks that take part; others apply their own gradients.
-        scale_local_gradients: whether gradients of local variables, which
-            ``register_local_var(variable)`` of the optimizer makes such, are divided by the number
-            of ranks.
+    - `name`: of the optimizer, from now on.
+    - `device_dense`, `device_sparse`, `num_groups`, `groups`: change nothing; all gradients of a
+      call travel together.
+    - `sparse_as_dense`: whether `tf.IndexedSlices` travel as dense ones.
+    - `backward_passes_per_step`: how many add up before they are applied. They are reduced in each
+      pass, and their sum is divided by their number if `average_aggregated_gradients`.
+    - `process_set`: others than its ranks apply their own gradients.
+    - `scale_local_gradients`: whether gradients of local variables, which
+      ``register_local_var(variable)`` of the optimizer makes such, are divided by the number of
+      ranks.
 
     Raises:
         ConfigError: as `worker_client.keras.DistributedOptimizer`; or an argument is wrong, or
             `hvd.init()` was not called.
     """
-    passes = backward_passes_per_step
-    if passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be 1 or more, got {passes}")
-    gradients = Gradients(
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        process_set,
-        scale_local_gradients,
-    )
+    passes = check_passes(backward_passes_per_step)
+    predivide, scale = gradient_predivide_factor, scale_local_gradients
+    gradients = Gradients(compression, sparse_as_dense, op, predivide, process_set, scale)
     if passes > 1 and (optimizer.built or optimizer.gradient_accumulation_steps):
         raise ConfigError(
             "backward_passes_per_step= goes with an optimizer that has no variables yet, and no "
@@ -124,16 +99,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: keras.Optimizer, *args: Any, local_layers: Any = None, **kwargs: Any
 ) -> keras.Optimizer:
-    """As `DistributedOptimizer`, but the weights of some layers are this rank's own.
-
-    Args:
-        optimizer: as of `DistributedOptimizer`, as are further arguments.
-        *args: these.
-        local_layers: a layer of Keras, or several.
-        **kwargs: further ones.
+    """As `DistributedOptimizer`, but the weights of `local_layers` are this rank's own.
 
     Raises:
-        ConfigError: as `DistributedOptimizer`, or one of these is no layer.
+        ConfigError: as `DistributedOptimizer`, or one of these is no layer of Keras.
     """
     weights = local_weights(local_layers)
     wrapped = DistributedOptimizer(optimizer, *args, **kwargs)
@@ -152,15 +121,8 @@ def allreduce(
     compression: Compressor = Compression.none,
 ) -> Any:
     """Return the reduction of what a tensor can be made of; see `hvd.allreduce` of TensorFlow."""
-    return mpi_ops.allreduce(
-        value,
-        average,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
-    )
+    scales = prescale_factor, postscale_factor
+    return mpi_ops.allreduce(value, average, "", "", compression, op, *scales, name)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
@@ -186,11 +148,8 @@ def load_model(
 ) -> keras.Model:
     """Return a saved model whose optimizer, with its state, is a `DistributedOptimizer`.
 
-    Args:
-        filepath: as of `keras.models.load_model`.
-        custom_optimizers: classes of optimizers that Keras does not know.
-        custom_objects: what else it does not know, by name.
-        compression: as of `DistributedOptimizer`.
+    `custom_optimizers` are classes that Keras does not know, `custom_objects` what else it does not
+    know, by name; `compression` is that of `DistributedOptimizer`.
 
     Raises:
         ConfigError: the model was saved without an optimizer.

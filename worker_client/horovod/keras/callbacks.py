@@ -18,12 +18,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = [
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
+__all__ = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback"]
+__all__ += ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 
 
 class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
@@ -44,13 +40,11 @@ class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
         super().__init__(root_rank)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if the model is built."""
         self._late = not self.model.built
         if not self._late:
             super().on_train_begin(logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Broadcast, if that was not possible before."""
         if self._late:
             self._late = False
             super().on_train_begin(logs)
@@ -63,10 +57,7 @@ class BroadcastGlobalVariablesCallback(ours.BroadcastGlobalVariablesCallback):
 class MetricAverageCallback(ours.MetricAverageCallback):
     """At the end of each epoch, replaces metrics by their means over all ranks.
 
-    It stands in the list before callbacks that use them.
-
-    Args:
-        device: changes nothing.
+    It stands in the list before callbacks that use them; `device` changes nothing.
     """
 
     def __init__(self, device: str = "") -> None:  # noqa: ARG002 (Horovod's)
@@ -122,7 +113,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         return float(self._multiplier ** (epoch - self.start_epoch))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Find out how many batches an epoch has."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -135,11 +125,9 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             log.warning("the momentum is not corrected when the learning rate changes")
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Record the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Set the learning rate, if this is one of its epochs."""
         after = self.end_epoch is not None and self._epoch >= self.end_epoch
         if self._epoch < self.start_epoch or after or (self.staircase and batch > 0):
             return
@@ -150,7 +138,6 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Let the other callbacks see the learning rate."""
         if logs is not None:
             logs["lr"] = float(self.model.optimizer.learning_rate)
 
@@ -158,12 +145,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from ``initial_lr / hvd.size()`` to `initial_lr`, batch by batch.
 
-    Args:
-        initial_lr: the learning rate after the last epoch of it.
-        warmup_epochs: how many epochs it takes.
-        momentum_correction: as of `LearningRateScheduleCallback`.
-        steps_per_epoch: as of `LearningRateScheduleCallback`.
-        verbose: 1 to say at rank 0 when it has ended.
+    It takes `warmup_epochs` epochs; if `verbose` is 1, rank 0 says when it has ended. Other
+    arguments are those of `LearningRateScheduleCallback`.
     """
 
     def __init__(
@@ -174,14 +157,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        super().__init__(
-            initial_lr,
-            self._warmed,
-            end_epoch=warmup_epochs,
-            staircase=False,
-            momentum_correction=momentum_correction,
-            steps_per_epoch=steps_per_epoch,
-        )
+        given = 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        super().__init__(initial_lr, self._warmed, *given)
         self._warmup_epochs = warmup_epochs
         self._verbose = verbose
 
@@ -191,7 +168,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return (1.0 + done * (CURRENT.size() - 1)) / CURRENT.size()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Say when it has ended."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch == self._warmup_epochs - 1 and CURRENT.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

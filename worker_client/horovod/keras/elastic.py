@@ -10,59 +10,36 @@ from worker_client.horovod.common.elastic import ObjectState, State
 from worker_client.horovod.common.exceptions import HostsUpdatedInterrupt
 from worker_client.horovod.tensorflow.elastic import TensorFlowKerasState, run
 
-__all__ = [
-    "CommitStateCallback",
-    "HostsUpdatedInterrupt",
-    "KerasState",
-    "ObjectState",
-    "State",
-    "TensorFlowKerasState",
-    "UpdateBatchStateCallback",
-    "UpdateEpochStateCallback",
-    "run",
-]
+__all__ = ["KerasState", "ObjectState", "State", "TensorFlowKerasState"]
+__all__ += ["CommitStateCallback", "UpdateBatchStateCallback", "UpdateEpochStateCallback"]
+__all__ += ["HostsUpdatedInterrupt", "run"]
 
 
 class KerasState(TensorFlowKerasState):
-    """The state of a training with Keras, whose parts are its attributes.
-
-    Args:
-        model: built; its variables are kept, restored and sent.
-        optimizer: so are its variables; the compiled model's own by default.
-        **kwargs: further parts, of types that ``hvd.broadcast_object`` takes.
-    """
+    """As `TensorFlowKerasState`, without `backend`."""
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
         super().__init__(model, optimizer, **kwargs)
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Commits a state after some batches, and after each epoch.
-
-    Args:
-        state: what is committed.
-        batches_per_commit: after so many batches.
-    """
+    """Commits a state after each `batches_per_commit` batches, and after each epoch."""
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
         super().__init__()
         self._state = state
-        self._each = batches_per_commit
-        self._left = batches_per_commit
+        self._each = self._left = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Count from here, at every rank."""
         self._left = self._each
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Commit, if it is time."""
         self._left -= 1
         if self._left == 0:
             self._state.commit()
             self._left = self._each
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Commit."""
         self._state.commit()
 
 
@@ -71,9 +48,6 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     An epoch that begins with another number is not shortened: Keras 3 does not ask for the number
     of its steps again.
-
-    Args:
-        state: has an attribute ``batch``.
     """
 
     def __init__(self, state: Any) -> None:
@@ -81,20 +55,14 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._state = state
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Record the number of the batch."""
         self._state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Begin with the first batch again."""
         self._state.batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps ``state.epoch`` the number of epochs that were completed, over all calls of fit.
-
-    Args:
-        state: has an attribute ``epoch``.
-    """
+    """Keeps ``state.epoch`` the number of epochs that were completed, over all calls of fit."""
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -102,9 +70,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._before = state.epoch
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Count from the state's epoch on."""
         self._before = self._state.epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:  # noqa: ARG002
-        """Count the epoch."""
         self._state.epoch = self._before + epoch + 1

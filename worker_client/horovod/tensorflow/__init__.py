@@ -19,14 +19,8 @@ from worker_client.horovod.tensorflow.gradients import (
 )
 from worker_client.horovod.tensorflow.mpi_ops import *  # noqa: F403
 
-__all__ = [
-    "Compression",
-    "DistributedGradientTape",
-    "DistributedOptimizer",
-    "HostsUpdatedInterrupt",
-    "PartialDistributedGradientTape",
-    "elastic",
-]
+__all__ = ["Compression", "DistributedGradientTape", "PartialDistributedGradientTape"]
+__all__ += ["DistributedOptimizer", "HostsUpdatedInterrupt", "elastic"]
 __all__ += functions.__all__
 __all__ += mpi_ops.__all__
 
@@ -46,14 +40,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """Return `worker_client.horovod.keras.DistributedOptimizer` of the same arguments."""
     from worker_client.horovod import keras  # noqa: PLC0415 (who has no optimizer needs no Keras)
 
-    return keras.DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        **kwargs,
-    )
+    given = name, device_dense, device_sparse, compression, sparse_as_dense
+    kwargs |= {"op": op, "backward_passes_per_step": backward_passes_per_step}
+    return keras.DistributedOptimizer(optimizer, *given, **kwargs)

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import tensorflow as tf
 
-
-class Compressor(Protocol):
-    """What `compression=` takes: a class or an object with these two functions."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return what is to be reduced, and what `decompress` needs to know."""
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Return the reduced tensor as it was before `compress`."""
+from worker_client.horovod.torch import compression as of_torch
+from worker_client.horovod.torch.compression import Compressor  # noqa: F401 (Horovod's name)
 
 
-class NoneCompressor:
+class NoneCompressor(of_torch.NoneCompressor):
     """Tensors travel as they are."""
 
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return the tensor itself."""
-        return tensor, None
 
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:  # noqa: ARG004
-        """Return the tensor itself."""
-        return tensor
-
-
-class FP16Compressor:
+class FP16Compressor(of_torch.FP16Compressor):
     """Floating types travel as float16, and are summed in float32."""
 
     wire = tf.float16
-
-    @classmethod
-    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Return the tensor in 16 bits, and the dtype it had."""
-        narrow = tf.cast(tensor, cls.wire) if tensor.dtype.is_floating else tensor
-        return narrow, tensor.dtype
-
-    @classmethod
-    def decompress(cls, tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Return the tensor in the dtype it had."""
-        return tf.cast(tensor, ctx)
+    _cast = tf.cast
+    _is_floating = "is_floating"
 
 
 class BF16Compressor(FP16Compressor):
@@ -59,6 +29,4 @@ class BF16Compressor(FP16Compressor):
 class Compression:
     """The compressors by their names."""
 
-    none = NoneCompressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
+    none, fp16, bf16 = NoneCompressor, FP16Compressor, BF16Compressor

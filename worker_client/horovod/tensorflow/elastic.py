@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-__all__ = [
-    "HostsUpdatedInterrupt",
-    "ObjectState",
-    "State",
-    "TensorFlowKerasState",
-    "TensorFlowState",
-    "run",
-]
+__all__ = ["TensorFlowKerasState", "TensorFlowState"]
+__all__ += ["HostsUpdatedInterrupt", "ObjectState", "State", "run"]
 
 
 def run(func: Callable[..., T]) -> Callable[..., T]:
@@ -52,10 +46,8 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
 class TensorFlowState(ObjectState):
     """The state of a training, whose parts are its attributes.
 
-    Args:
-        variables: `tf.Variable` or `keras.Variable`; they are kept, restored and sent.
-        session: changes nothing.
-        **kwargs: further parts, of types that ``hvd.broadcast_object`` takes.
+    The `variables`, `tf.Variable` or `keras.Variable`, are kept, restored and sent, and so are
+    further parts, of types that ``hvd.broadcast_object`` takes; `session` changes nothing.
     """
 
     def __init__(
@@ -66,40 +58,30 @@ class TensorFlowState(ObjectState):
     ) -> None:
         self.variables = list(variables)
         super().__init__(**kwargs)
-        self._save_variables()
-
-    def save(self) -> None:
-        """Keep everything as it is now."""
-        self._save_variables()
-        super().save()
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
         for variable, value in zip(self._listed(), self._values, strict=True):
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has now, and save it."""
         broadcast_variables(self._listed(), 0)
         super().sync()
-        self._save_variables()
 
     def _listed(self) -> list[Any]:
         return self.variables
 
-    def _save_variables(self) -> None:
+    def _keep(self) -> None:
+        super()._keep()
         self._values = [tf.identity(tf.convert_to_tensor(one)) for one in self._listed()]
 
 
 class TensorFlowKerasState(TensorFlowState):
     """The state of a training with Keras, whose parts are its attributes.
 
-    Args:
-        model: built; its variables are kept, restored and sent.
-        optimizer: so are its variables; the compiled model's own by default.
-        backend: changes nothing.
-        **kwargs: further parts, of types that ``hvd.broadcast_object`` takes.
+    The variables of the `model`, which is built, and of the `optimizer`, by default the compiled
+    model's own, are kept, restored and sent, and so are further parts, of types that
+    ``hvd.broadcast_object`` takes; `backend` changes nothing.
 
     Raises:
         ConfigError: the model has no variables yet, or no optimizer.

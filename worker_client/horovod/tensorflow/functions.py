@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from worker_client.horovod import objects
 from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet
 from worker_client.horovod.tensorflow.mpi_ops import broadcast_
+from worker_client.horovod.torch import functions as of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = [
-    "allgather_object",
-    "broadcast_global_variables",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_variables",
-]
+__all__ = ["broadcast_global_variables", "broadcast_variables"]
+__all__ += ["allgather_object", "broadcast_object", "broadcast_object_fn"]
 
 
 def broadcast_variables(
@@ -28,12 +23,8 @@ def broadcast_variables(
 ) -> None:
     """Assign to variables what they are at rank `root_rank`, bit for bit.
 
-    Args:
-        variables: `tf.Variable` or `keras.Variable`, of the same shapes and dtypes in the same
-            order at every rank; such as ``model.variables`` and ``optimizer.variables``.
-        root_rank: the rank whose values they are to have, as ``hvd.rank()`` numbers it.
-        process_set: the ranks that take part.
-        inplace: changes nothing.
+    They are `tf.Variable` or `keras.Variable`, of the same shapes and dtypes in the same order at
+    every rank, such as ``model.variables`` and ``optimizer.variables``; `inplace` changes nothing.
 
     Raises:
         MismatchError: ranks disagree on the root, a dtype or a shape; nothing was assigned.
@@ -62,21 +53,11 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = ALL_RANKS,
 ) -> Any:
-    """Return the object of rank `root_rank`; what others pass is ignored.
+    """Return the object of rank `root_rank`, as ``worker_client.horovod.broadcast_object`` does.
 
-    Args:
-        obj: None, numbers, strings, bytes, NumPy arrays, and lists, tuples, sets and dictionaries
-            of such; of a `tf.Tensor`, its ``numpy()``.
-        root_rank: whose object it is.
-        session: changes nothing.
-        name: the same at every rank; by default numbered.
-        process_set: the ranks that take part.
-
-    Raises:
-        ConfigError: it is of another type, at every rank alike.
-        ReductionError: as `Client.all_reduce`.
+    It takes the ``numpy()`` of a `tf.Tensor`, but no `tf.Tensor`; `session` changes nothing.
     """
-    return objects.broadcast_object(obj, root_rank, name, process_set)
+    return of_torch.broadcast_object(obj, root_rank, name, process_set)
 
 
 def broadcast_object_fn(
@@ -86,7 +67,7 @@ def broadcast_object_fn(
     process_set: ProcessSet = ALL_RANKS,
 ) -> Callable[[Any], Any]:
     """Return `broadcast_object` as a function of the object alone."""
-    return lambda obj: objects.broadcast_object(obj, root_rank, name, process_set)
+    return lambda obj: of_torch.broadcast_object(obj, root_rank, name, process_set)
 
 
 def allgather_object(
@@ -96,4 +77,4 @@ def allgather_object(
     process_set: ProcessSet = ALL_RANKS,
 ) -> list[Any]:
     """Return every rank's object, in rank order; arguments and errors as `broadcast_object`."""
-    return objects.allgather_object(obj, name, process_set)
+    return of_torch.allgather_object(obj, name, process_set)

@@ -26,13 +26,10 @@ _THEIRS: dict[type[ReductionError], type[Exception]] = {
 
 
 class Host:
-    """Makes calls of this process for TensorFlow, eagerly and out of graphs.
-
-    Attributes:
-        failure: the latest error of a call; a graph keeps no more of it than its text.
-    """
+    """Makes calls of this process for TensorFlow, eagerly and out of graphs."""
 
     def __init__(self) -> None:
+        # The latest error of a call; a graph keeps no more of it than its text.
         self.failure: ReductionError | None = None
 
     def call(
@@ -43,11 +40,8 @@ class Host:
     ) -> list[tf.Tensor]:
         """Return what `function` makes of tensors, in one operation, which runs on the host.
 
-        Args:
-            function: takes tensors of its own, which it may change, and returns one of the same
-                dtype for each.
-            tensors: of any dtype but strings.
-            shapes: of the results, as far as they are known.
+        It is given tensors of its own, and returns one of the same dtype for each, whose shapes are
+        `shapes`, as far as they are known.
 
         Raises:
             ConfigError: as `run_on_host`, or a tensor holds strings.
@@ -72,11 +66,10 @@ def _also_theirs(error: ReductionError) -> ReductionError:
     ours = type(error)
     theirs = next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))
 
-    def initialize(self: Any, node_def: Any, op: Any, message: str, *more: Any) -> None:
+    def initialize(self: Any, node_def: Any, op: Any, message: str, *_: Any) -> None:
         theirs.__init__(self, node_def, op, message)  # Keras makes them anew, with a longer text
         self.args = (message,)
         vars(self).update(vars(error))
-        del more
 
     def reduced(self: ReductionError) -> tuple[Any, ...]:
         return rebuild, (ours, self.args, vars(error))  # the class has no place of its own

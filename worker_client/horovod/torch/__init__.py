@@ -10,12 +10,7 @@ from worker_client.horovod.torch.mpi_ops import *  # noqa: F403
 from worker_client.horovod.torch.optimizer import DistributedOptimizer
 from worker_client.horovod.torch.sync_batch_norm import SyncBatchNorm
 
-__all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "HostsUpdatedInterrupt",
-    "SyncBatchNorm",
-    "elastic",
-]
+__all__ = ["Compression", "DistributedOptimizer", "SyncBatchNorm"]
+__all__ += ["HostsUpdatedInterrupt", "elastic"]
 __all__ += functions.__all__
 __all__ += mpi_ops.__all__

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 class Compressor(Protocol):
@@ -24,30 +27,28 @@ class NoneCompressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:  # noqa: ARG004
-        """Return the tensor itself."""
         return tensor
 
 
 class FP16Compressor:
     """Floating types travel as float16, and are summed in float32."""
 
-    wire = torch.float16
+    wire: Any = torch.float16
+    _cast: ClassVar[Callable[[Any, Any], Any]] = torch.Tensor.to
+    _is_floating = "is_floating_point"  # of a dtype
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """Return the tensor in 16 bits, and the dtype it had."""
-        narrow = tensor.to(cls.wire) if tensor.dtype.is_floating_point else tensor
-        return narrow, tensor.dtype
+        narrow = getattr(tensor.dtype, cls._is_floating)
+        return cls._cast(tensor, cls.wire) if narrow else tensor, tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """Return the tensor in the dtype it had."""
-        return tensor if ctx is None else tensor.to(ctx)
+        return tensor if ctx is None else cls._cast(tensor, ctx)
 
 
 class BF16Compressor(FP16Compressor):
@@ -59,6 +60,13 @@ class BF16Compressor(FP16Compressor):
 class Compression:
     """The compressors by their names."""
 
-    none = NoneCompressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
+    none, fp16, bf16 = NoneCompressor, FP16Compressor, BF16Compressor
+
+
+def compressed(
+    compression: Compressor, tensors: Sequence[Any], call: Callable[[list[Any]], list[Any]]
+) -> list[Any]:
+    """Return what a call makes of tensors, which travel compressed."""
+    narrow = [compression.compress(tensor) for tensor in tensors]
+    results = call([tensor for tensor, _ in narrow])
+    return [compression.decompress(one, ctx) for one, (_, ctx) in zip(results, narrow, strict=True)]

@@ -7,37 +7,192 @@ A hook at each parameter starts its all-reduce when its gradient is complete, an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import warnings
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from reducer.errors import ConfigError, LocalProtocolError
-from worker_client.horovod.bundles import Options
 from worker_client.horovod.common.process_sets import ALL_RANKS, ProcessSet, group_of
-from worker_client.horovod.gradients import Gradients
+from worker_client.horovod.groups import start_allreduce, start_sparse
 from worker_client.horovod.job import CURRENT
-from worker_client.horovod.ops import Op, choose
+from worker_client.horovod.ops import LINEAR, Handle, Op, check_passes, predivided, wait_for_all
 from worker_client.horovod.torch.compression import Compression
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from worker_client.horovod.groups import Group
     from worker_client.horovod.torch.compression import Compressor
+
+
+class _Options(NamedTuple):
+    """How gradients are reduced; `DistributedOptimizer` describes it."""
+
+    group: Group
+    compression: Compressor
+    op: Op
+    scales: tuple[float, float]
+    sparse_as_dense: bool
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Bundle:
+    """Parameters, at least one, whose gradients travel together."""
+
+    name: str
+    parameters: Sequence[torch.Tensor]
+    left: list[int]  # backward passes, until each gradient is complete
+    handle: Handle | None = None  # of the reduction, once it has started
+
+
+class _Gradients:
+    """All gradients of one optimizer: which are complete, and which have started.
+
+    Parameters of one of the `groups` travel together, others alone. Without `options` nothing is
+    reduced.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        groups: Sequence[Sequence[torch.Tensor]],
+        options: _Options | None,
+        passes: int,
+    ) -> None:
+        self._options = options
+        self._passes = passes
+        self._bundles: list[_Bundle] = []
+        self._started: list[_Bundle] = []
+        if options is not None:
+            self._prefix = f"optimizer{options.group.optimizers}"  # several may be on their way
+            options.group.optimizers += 1
+        names = {parameter: name for name, parameter in named}
+        grouped = {parameter for group in groups for parameter in group}
+        alone = [[parameter] for _, parameter in named if parameter not in grouped]
+        for members in (*groups, *alone):
+            self.add(names[members[0]], members)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there was a backward pass, and no `synchronize` since."""
+        return any(left < self._passes for bundle in self._bundles for left in bundle.left)
+
+    def add(self, name: str, members: Sequence[torch.Tensor]) -> None:
+        """Take on parameters that travel together; those that need no gradient are left out."""
+        trained = [parameter for parameter in members if parameter.requires_grad]
+        if not trained or self._options is None:
+            return
+        bundle = _Bundle(f"{self._prefix}.{name}", trained, [self._passes] * len(trained))
+        self._bundles.append(bundle)
+        for at, parameter in enumerate(trained):
+            hook = functools.partial(_completed, weakref.ref(self), bundle, at)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def set_passes(self, passes: int) -> None:
+        """Set after how many backward passes gradients are complete, from now on."""
+        self._passes = passes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has started and which backward passes there were."""
+        self._started = []
+        for bundle in self._bundles:
+            bundle.handle, bundle.left = None, [self._passes] * len(bundle.left)
+
+    def completed(self, bundle: _Bundle, at: int) -> None:
+        """Count a backward pass that has computed one gradient of a bundle."""
+        if bundle.left[at] == 0:
+            raise LocalProtocolError(
+                "gradients were computed more often than backward_passes_per_step since the last "
+                "step(): raise backward_passes_per_step to accumulate more of them"
+            )
+        bundle.left[at] -= 1
+        if not any(bundle.left):
+            self._start(bundle)
+
+    def synchronize(self) -> None:
+        """Start what has not started, and wait until nothing is in progress any more."""
+        try:
+            for bundle in self._bundles:
+                trained = any(parameter.requires_grad for parameter in bundle.parameters)
+                if trained and bundle not in self._started:
+                    self._start(bundle)
+        finally:
+            handles = [bundle.handle for bundle in self._started if bundle.handle is not None]
+            self.reset()
+            wait_for_all(handles)
+
+    def _start(self, bundle: _Bundle) -> None:
+        """Start the reduction of gradients; one that was not computed counts as zeros."""
+        assert self._options is not None  # else there are no bundles
+        self._started.append(bundle)
+        group, compression, op, scales, sparse_as_dense = self._options
+        grads = [parameter.grad for parameter in bundle.parameters]
+        if not sparse_as_dense and any(grad is not None and grad.is_sparse for grad in grads):
+            bundle.handle = _gather(bundle, group, op)
+            return
+        narrowed = []
+        for parameter in bundle.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            narrowed.append(compression.compress(grad.detach()))
+        tensors = [tensor for tensor, _ in narrowed]
+        reduction = start_allreduce(group, tensors, bundle.name, (op, None), scales, list)
+
+        def finish() -> None:
+            for parameter, (tensor, ctx) in zip(bundle.parameters, narrowed, strict=True):
+                _replace(parameter, compression.decompress(tensor, ctx))
+
+        bundle.handle = Handle([reduction], finish)
+
+
+def _completed(to: weakref.ref[_Gradients], bundle: _Bundle, at: int, _: torch.Tensor) -> None:
+    """Do what a parameter's hook does: nothing once the optimizer is gone."""
+    gradients = to()
+    if gradients is not None:
+        gradients.completed(bundle, at)
+
+
+def _gather(bundle: _Bundle, group: Group, op: Op) -> Handle:
+    """Start the reduction of a sparse gradient, which needs all ranks' indices."""
+    parameter, grad = bundle.parameters[0], bundle.parameters[0].grad
+    if len(bundle.parameters) > 1 or grad is None or op not in LINEAR:
+        raise ConfigError(
+            f"the sparse gradient of {bundle.name} can be reduced alone, by Average or Sum: use "
+            "sparse_as_dense=True, or leave it out of groups="
+        )
+    reduction = start_sparse(group, grad, bundle.name, op)
+    return Handle([reduction], lambda: _replace(parameter, reduction.wait()))
+
+
+def _replace(parameter: torch.Tensor, reduced: torch.Tensor) -> None:
+    """Let a gradient be what it was reduced to; nothing is copied if it was reduced in place."""
+    grad = parameter.grad
+    if grad is None or reduced.is_sparse:
+        parameter.grad = reduced
+    elif grad.is_sparse:
+        parameter.grad = reduced.to_sparse(grad.sparse_dim())
+    elif reduced.data_ptr() != grad.data_ptr():
+        grad.copy_(reduced)
 
 
 class _Distributed(torch.optim.Optimizer):
     """What is put before an optimizer's own class."""
 
-    _gradients: Gradients
+    _gradients: _Gradients
     _parameter_names: dict[torch.Tensor, str]  # Horovod's name, which scripts read
-    _synchronized: bool
-    _synchronizes: bool
+    _synchronized = False
+    _synchronizes = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Set after how many backward passes gradients are reduced, from now on."""
-        self._gradients.set_passes(_check_passes(passes))
+        self._gradients.set_passes(check_passes(passes))
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced, for instance to clip them before `step()`.
@@ -60,11 +215,8 @@ class _Distributed(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Synchronize, unless that is skipped, and update the parameters.
 
-        Args:
-            closure: computes the loss and its gradients; called once, before.
-
-        Returns:
-            What the closure returned, or None.
+        A `closure`, which computes the loss and its gradients, is called once, before; its result
+        is returned.
         """
         loss = None
         if closure is not None:
@@ -156,35 +308,22 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "torch.optim.LBFGS computes gradients inside its step, where they would not be "
             "reduced: use another optimizer"
         )
-    chosen = choose(op)
-    if gradient_predivide_factor != 1.0 and chosen is not Op.AVERAGE:
-        raise ConfigError("gradient_predivide_factor goes with op=hvd.Average alone")
+    chosen, scales = predivided(op, gradient_predivide_factor)
     named = _name(optimizer, named_parameters)
     options = None
     excluded = isinstance(process_set, ProcessSet) and process_set.included() is False
     if not excluded and not (group := group_of(process_set)).alone:
-        factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
-        options = Options(group, compression, chosen, factors, sparse_as_dense)
+        options = _Options(group, compression, chosen, scales, sparse_as_dense)
     bundles = _group(named, num_groups or None if groups is None else groups)
-    gradients = Gradients(named, bundles, options, _check_passes(backward_passes_per_step))
+    gradients = _Gradients(named, bundles, options, check_passes(backward_passes_per_step))
 
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))
-    own = {
-        "_gradients": gradients,
-        "_parameter_names": {parameter: name for name, parameter in named},
-        "_synchronized": False,
-        "_synchronizes": True,
-    }
+    names = {parameter: name for name, parameter in named}
+    own = {"_gradients": gradients, "_parameter_names": names}
     wrapped.__dict__.update(optimizer.__dict__ | own)
     wrapped.__dict__.pop("step", None)  # a scheduler puts its own there, which steps the given one
     return wrapped
-
-
-def _check_passes(passes: int) -> int:
-    if passes < 1:
-        raise ConfigError(f"backward_passes_per_step must be 1 or more, got {passes}")
-    return passes
 
 
 def _name(

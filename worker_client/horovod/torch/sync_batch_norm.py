@@ -6,9 +6,9 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from reducer.errors import ConfigError
-from worker_client.horovod.allreduce import allreduce
 from worker_client.horovod.job import CURRENT
 from worker_client.horovod.ops import Op
+from worker_client.horovod.torch.mpi_ops import allreduce
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -27,10 +27,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
-        """Return the normalized tensor.
-
-        Args:
-            input: of shape (batch, channels, ...).
+        """Return the normalized tensor, of shape (batch, channels, ...) as the input is.
 
         Raises:
             ConfigError: it has fewer than two dimensions, or all ranks together fewer than two
@@ -66,8 +63,7 @@ class SyncBatchNorm(_BatchNorm):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:  # all batches count alike
-            share = 1.0 / int(self.num_batches_tracked)
+        # Without a momentum all batches count alike.
+        share = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)

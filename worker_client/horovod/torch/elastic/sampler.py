@@ -35,21 +35,17 @@ class ElasticSampler(Sampler[int]):
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.reset()
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, of which nothing is processed yet."""
-        self.epoch = epoch
-        self.processed_num = 0
-        self.reset()
+        self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:  # noqa: ARG002 (Horovod's)
         """Count a batch as processed: `batch_size` samples at this rank, and at each other one.
 
-        A rank that was lost counts among them until the next commit: its samples since then are
-        not seen in this epoch.
+        That includes a rank that is lost, until the next commit: its samples since then are not
+        seen in this epoch.
         """
         self.processed_num += batch_size * self.num_replicas
 
@@ -59,8 +55,7 @@ class ElasticSampler(Sampler[int]):
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Take over what was kept, and divide what is left among the ranks that are there now."""
-        self.epoch = state_dict["epoch"]
-        self.processed_num = state_dict["processed_num"]
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
