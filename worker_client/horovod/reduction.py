@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from reducer.errors import ConfigError
+from worker_client._packing import Pack, kinds
 from worker_client.horovod.groups import part_of, short
 from worker_client.horovod.ops import Handle, Op, divides, on_the_wire, scale_
 from worker_client.staging.arguments import parse_op
-from worker_client.staging.host_buffer import find_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,13 +57,14 @@ def start(
         targets, result, op = ask()
         if not targets:
             raise ConfigError("a group has no tensors: pass a list of at least one")
-        kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in targets]
-        packs = group.client.packs(kinds, parse_op(on_the_wire(op, targets[0].dtype)))
+        reduction = parse_op(on_the_wire(op, targets[0].dtype))
+        packs = group.client.packs(kinds(targets), reduction)
         packed_as = [[targets[place].detach() for place in pack] for pack in packs]
     works: list[Work] = []
     ends: list[Callable[[], None]] = []
     for at, members in enumerate(packed_as):
-        packed = members[0] if len(members) == 1 else torch.cat([m.reshape(-1) for m in members])
+        pack = Pack(members) if len(members) > 1 else None
+        packed = members[0] if pack is None else pack.buffer
         try:
             shapes = short(" ".join(str(tuple(member.shape)) for member in members))
             work, end = _start_one(group, packed, part_of(base, at), op, scales, shapes)
@@ -74,8 +74,8 @@ def start(
             raise
         works.append(work)
         ends.append(end)
-        if len(members) > 1:
-            ends.append(partial(_unpack, packed, members))
+        if pack is not None:
+            ends.append(pack.unpack)
 
     def finish() -> Any:
         for end in ends:
@@ -104,12 +104,6 @@ def _start_one(
         scale_(flat, after)
 
     return work, finish
-
-
-def _unpack(packed: torch.Tensor, members: list[torch.Tensor]) -> None:
-    parts = torch.split(packed, [member.numel() for member in members])
-    for member, part in zip(members, parts, strict=True):
-        member.copy_(part.view(member.shape))
 
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:

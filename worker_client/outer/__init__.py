@@ -40,6 +40,7 @@ import torch
 
 from reducer.errors import ConfigError, MismatchError
 from worker_client import config
+from worker_client._packing import Pack
 from worker_client.client.bootstrap import DEFAULT
 from worker_client.collectives import all_gather_bytes, broadcast
 from worker_client.outer.averaging import Quorum
@@ -280,10 +281,10 @@ class OuterOptimizer:
                     raise MismatchError.between(
                         "OuterOptimizer", name, (first, expected[name]), (rank, got[name])
                     )
-        mine = torch.cat([fragment.outer for fragment in self._fragments])
-        broadcast(self._client, mine, root=first)  # rank 0 may be lost
-        for fragment, part in zip(self._fragments, mine.split_with_sizes(sizes), strict=True):
-            fragment.outer.copy_(part)
+        pack = Pack([fragment.outer for fragment in self._fragments])
+        broadcast(self._client, pack.buffer, root=first)  # rank 0 may be lost
+        pack.unpack()
+        for fragment in self._fragments:
             fragment.restore(0.0)
 
 
