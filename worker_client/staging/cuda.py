@@ -19,9 +19,6 @@ class CudaDevice:
 
     Both streams are apart from those that compute, so that a GPU copies both ways and computes at
     the same time: it has engines for each.
-
-    Args:
-        device: with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,12 +77,7 @@ class CudaDevice:
 
 
 class CudaCopy:
-    """A copy that a stream has been given, by `worker_client.staging.device.Copy`.
-
-    Args:
-        done: recorded after it.
-        errors: makes torch's errors ours.
-    """
+    """A copy that a stream has been given, by `worker_client.staging.device.Copy`."""
 
     __slots__ = ("_done", "_errors")
 
