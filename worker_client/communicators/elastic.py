@@ -52,17 +52,11 @@ log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """A new membership.
+    """A new membership."""
 
-    Attributes:
-        present: ranks that take part from now on, ascending.
-        joined: those of them that did not before.
-        lost: ranks that took part before and do not any more.
-    """
-
-    present: tuple[int, ...]
-    joined: tuple[int, ...]
-    lost: tuple[int, ...]
+    present: tuple[int, ...]  # ranks that take part from now on, ascending
+    joined: tuple[int, ...]  # those of them that did not before
+    lost: tuple[int, ...]  # ranks that took part before and do not any more
 
 
 class ElasticCommunicator(Communicator):
@@ -70,17 +64,16 @@ class ElasticCommunicator(Communicator):
 
     Args:
         membership: that this rank begins in, or joins.
-        joins: whether the others of it are at work already, and let this rank in.
         enter: makes a communicator in a membership, from its spec and its `left`.
         left: called once, after the farewell.
         timeout_s: for the ranks that are left to reconcile.
         connect_timeout_s: for the reducers to admit them.
+        joins: whether the others of it are at work already, and let this rank in.
 
     Attributes:
         on_change: called by the thread that reconciles, with every new membership.
         communicator: in the current membership.
         lost: ranks that the job goes on without.
-        membership: who is present.
     """
 
     def __init__(
@@ -215,10 +208,6 @@ class ElasticCommunicator(Communicator):
 
         Returns:
             Whether ranks have joined, the same at all ranks. They may be lost by now.
-
-        Raises:
-            LocalProtocolError: the client has stopped.
-            ReductionError: it failed.
         """
         numbers = memoryview(array("q", [more])).cast("B")
         entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))
@@ -442,11 +431,7 @@ class ElasticCommunicator(Communicator):
         return origin.all.world_size + more > self.membership.all.world_size
 
     def _next(self, lost: frozenset[int]) -> Membership:
-        """Return the membership to go on in without these ranks.
-
-        Raises:
-            RankLostError: this rank is lost itself, or too few are left.
-        """
+        """Return the membership to go on in without these ranks."""
         links = self.flat.session.links
         base, more = self._origins[-1] if self._origins else (self.membership, 0)
         membership = base.without(lost, links, more)
@@ -463,11 +448,7 @@ class ElasticCommunicator(Communicator):
     ) -> tuple[Communicator, int] | None:
         """Reconcile with the other ranks of a membership; None: more were lost.
 
-        Returns:
-            Where, and the sequence number of the last all-reduce there.
-
-        Raises:
-            ReductionError: that cannot be.
+        Return where, and the sequence number of the last all-reduce there.
         """
         here = self._joins and membership.spec.job == self.membership.spec.job
         communicator = self.communicator if here else self._connect(membership.spec)
