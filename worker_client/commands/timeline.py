@@ -193,7 +193,6 @@ def _bounds(rank: Process, reducer: Process) -> Iterator[tuple[float, float]]:
 
 
 def _wall_us(process: Process) -> float:
-    """Return what is to be added to a process's times for its wall clock's."""
     begun_us = next(event["ts"] for event in process.events if event["ph"] == "i")
     return float(process.about["wall_ns"] / 1000 - begun_us)
 

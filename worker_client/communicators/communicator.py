@@ -285,12 +285,10 @@ class FlatCommunicator(Driver, Communicator):
 
     @property
     def _is_known(self) -> bool:
-        """Whether some reducer has welcomed us."""
         return any(link.member for link in self.session.links)
 
     @property
     def in_use(self) -> list[bool]:
-        """Whether each reducer is in use, in the order of the spec."""
         shard_map = self.session.failover.map
         return [shard_map.uses(at) for at in range(len(self.session.spec.reducers))]
 

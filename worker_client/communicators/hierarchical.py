@@ -155,7 +155,6 @@ class HierarchicalCommunicator(Communicator):
         self._between.check()
 
     def submit(self, operation: Operation) -> None:
-        """Start an all-reduce; raise the error that ended this communicator, if one did."""
         if self._broken is not None:
             raise copy.copy(self._broken)
         operation.deadline = time.monotonic() + operation.timeout_s

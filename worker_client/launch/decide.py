@@ -123,7 +123,6 @@ def _be_rank(resolved: Resolved, script: Sequence[str], shared: Mapping[str, str
 def _start_ranks(
     resolved: Resolved, script: Sequence[str], count: str, shared: Mapping[str, str]
 ) -> Decision:
-    """Start this node's ranks through torchrun."""
     options = ["--nproc-per-node", count] if count else []
     if resolved.launcher is Launcher.KUBEFLOW:
         why = "torchrun takes the rest from PET_ variables"

@@ -295,7 +295,6 @@ def _check(
     delay: int,
     alpha: float | None,
 ) -> None:
-    """Refuse arguments that make no training."""
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient")
     if any(not one.is_floating_point() or hasattr(one, "to_local") for one in parameters):

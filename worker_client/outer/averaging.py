@@ -185,7 +185,6 @@ class ByQuorum:
                 self._residual.restore()
 
     def _decide(self) -> End:
-        """Do what the decision asks for until it has ended."""
         text = self._compare_set("", Register(steps=self._quorum.steps).dump())
         while True:
             action = self._turn.look(Register.parse(text), time.monotonic())
@@ -216,7 +215,6 @@ class ByQuorum:
         return text
 
     def _begin(self, attempt: Attempt) -> None:
-        """Contribute to an attempt."""
         self._leave()
         self._residual.restore()
         self._attempt, self._error = attempt, None
@@ -327,7 +325,6 @@ def _failure(work: Work) -> ReductionError | None:
 
 
 def _differences(said: np.ndarray[Any, np.dtype[np.uint8]]) -> list[ReductionError]:
-    """Return what the ranks' outer steps differ in."""
     here = [(rank, _SAID.unpack(row)) for rank, row in enumerate(said)]
     here = [(rank, values) for rank, values in here if values[0]]  # but for ranks that are lost
     (first, expected), *others = here

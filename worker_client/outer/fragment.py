@@ -112,7 +112,6 @@ class Fragment:
         return None
 
     def _make_step(self, lr: float, momentum: float) -> None:
-        """Move the outer parameters by the mean."""
         # Products and sums one by one: what torch does in one go is rounded once or twice, as the
         # processor has it, and the ranks' processors may differ.
         gradient, velocity = self._gradient, self._velocity

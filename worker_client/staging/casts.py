@@ -130,7 +130,6 @@ def _one_nan(numbers: Array) -> Array:
 
 
 def _round(floats: Array, dtype: DType) -> Array:
-    """Return the bytes that travel."""
     if dtype.is_block:
         filled = np.zeros(dtype.nbytes(floats.size) // dtype.itemsize * BLOCK_VALUES, np.float32)
         filled[: floats.size] = floats

@@ -28,7 +28,6 @@ class CudaDevice:
             self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Return page-locked memory, which the GPU reads and writes without the CPU's help."""
         with self._errors(), torch.cuda.device(self._device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
