@@ -128,7 +128,7 @@ class ByQuorum:
     Args:
         quorum: the job's.
         fragment: its number.
-        turn: this rank's part in the decision.
+        participant: this rank's part in the decision.
         gradient: this rank's pseudo-gradient, flat, of float32 in host memory; then the mean.
         common: what this rank has, for those that are behind; nobody changes it meanwhile.
         residual: what rounding has taken away so far; it is changed if the contribution counts.
@@ -138,7 +138,7 @@ class ByQuorum:
         self,
         quorum: Quorum,
         fragment: int,
-        turn: Participant,
+        participant: Participant,
         gradient: torch.Tensor,
         common: Common,
         residual: torch.Tensor | None,
@@ -146,7 +146,7 @@ class ByQuorum:
         self._quorum = quorum
         self._key = f"{quorum.name}/{fragment}"
         self._look_s = min(LOOK_S, quorum.rules.grace_s / LOOKS)
-        self._turn = turn
+        self._participant = participant
         self._contribution = gradient.clone()
         self._mean = gradient
         self._common = common
@@ -187,7 +187,7 @@ class ByQuorum:
     def _decide(self) -> End:
         text = self._compare_set("", Register(steps=self._quorum.steps).dump())
         while True:
-            action = self._turn.look(Register.parse(text), time.monotonic())
+            action = self._participant.look(Register.parse(text), time.monotonic())
             match action:
                 case Propose(register):
                     text = self._compare_set(text, register.dump())
@@ -251,7 +251,7 @@ class ByQuorum:
             self._fail(error)
         else:
             self._works = []
-            self._turn.complete()
+            self._participant.complete()
 
     def _fail(self, error: ReductionError) -> None:
         """Take note that the attempt has failed, and who is to blame."""
@@ -262,16 +262,16 @@ class ByQuorum:
             late = (error.rank,)
         elif isinstance(error, ReductionTimeout):
             late = error.missing
-        self._turn.fail([self._attempt.members[rank] for rank in late])
+        self._participant.fail([self._attempt.members[rank] for rank in late])
 
     def _ended(self, end: End) -> Averaged:
-        tokens = self._turn.arrival.tokens
+        tokens = self._participant.arrival.tokens
         match end.outcome:
             case Outcome.AVERAGED:
                 assert self._attempt is not None
                 steps, empty = self._attempt.steps, not self._attempt.tokens
                 common: Common | None = None
-                if steps != self._turn.arrival.steps:
+                if steps != self._participant.arrival.steps:
                     assert self._sent is not None
                     flat = torch.from_numpy(self._sent.received().view(np.float32))
                     common = Common(*flat.chunk(2))
@@ -283,7 +283,8 @@ class ByQuorum:
                     "the other ranks have made their last averaging without this one, which was "
                     "late: what it has learned since its previous one is not in their parameters"
                 )
-                return Averaged(end.outcome, ReductionTimeout(why) if self._turn.last else None)
+                last = self._participant.last
+                return Averaged(end.outcome, ReductionTimeout(why) if last else None)
             case Outcome.LATE:
                 missing = f": {_ranks(end.missing)} not come" if end.missing else ""
                 why = (

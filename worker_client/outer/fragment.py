@@ -87,12 +87,12 @@ class Fragment:
             averaging = AllRanks(self._client, said, self._gradient, self._residual)
         else:
             arrival, rules = Arrival(self._made, self.tokens), self.quorum.rules
-            turn = Participant(
+            participant = Participant(
                 self._client.rank, rules, arrival, (lr, momentum), known=self._known, last=last
             )
             common = Common(self.outer, self._velocity)
             averaging = ByQuorum(
-                self.quorum, self._number, turn, self._gradient, common, self._residual
+                self.quorum, self._number, participant, self._gradient, common, self._residual
             )
         self._pending = _Pending(merges_at, lr, momentum, averaging)
 
