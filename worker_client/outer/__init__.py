@@ -36,8 +36,6 @@ import secrets
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from reducer.errors import ConfigError, MismatchError
 from worker_client import config
 from worker_client._packing import Pack
@@ -49,6 +47,7 @@ from worker_client.outer.quorum import UNKNOWN, Rules
 from worker_client.staging.weighted import check_weight
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Store
 
     from reducer.errors import ReductionError
@@ -257,8 +256,8 @@ class OuterOptimizer:
         """Let the ranks decide anew, as they begin or have loaded the state of a checkpoint."""
         if self._quorum is not None:
             name, steps = f"{self._name}.{self._loaded}", UNKNOWN if self._loaded else 0
-            for fragment in self._fragments:
-                fragment.quorum = self._quorum._replace(name=name, steps=steps)
+            for at, fragment in enumerate(self._fragments, 1):
+                fragment.quorum = self._quorum._replace(name=f"{name}/{at}", steps=steps)
 
     def _begin_alike(self, more: dict[str, Any]) -> None:
         """Have every rank begin with rank 0's parameters, if all were given the same arguments."""

@@ -113,12 +113,12 @@ class AllRanks:
 
 
 class Quorum(NamedTuple):
-    """How the averagings of a job are decided, the same at all ranks."""
+    """How the averagings of a fragment are decided, the same at all ranks."""
 
     client: Client
-    store: Store  # where the registers are
+    store: Store  # where the register is
     rules: Rules
-    name: str = ""  # of this training, which no other one has at these reducers and in this store
+    name: str = ""  # of the register: of this training and fragment, and no other one
     steps: int = 0  # outer steps before its first averaging, as a register has them
 
 
@@ -126,8 +126,7 @@ class ByQuorum:
     """An averaging that may end without ranks that are late, on a thread of its own.
 
     Args:
-        quorum: the job's.
-        fragment: its number.
+        quorum: how it is decided.
         participant: this rank's part in the decision.
         gradient: this rank's pseudo-gradient, flat, of float32 in host memory; then the mean.
         common: what this rank has, for those that are behind; nobody changes it meanwhile.
@@ -137,14 +136,12 @@ class ByQuorum:
     def __init__(
         self,
         quorum: Quorum,
-        fragment: int,
         participant: Participant,
         gradient: torch.Tensor,
         common: Common,
         residual: torch.Tensor | None,
     ) -> None:
         self._quorum = quorum
-        self._key = f"{quorum.name}/{fragment}"
         self._look_s = min(LOOK_S, quorum.rules.grace_s / LOOKS)
         self._participant = participant
         self._contribution = gradient.clone()
@@ -203,7 +200,7 @@ class ByQuorum:
     def _compare_set(self, expected: str, desired: str) -> str:
         """Change the register if it is as expected; return what it is then."""
         try:
-            text = self._quorum.store.compare_set(self._key, expected, desired).decode()
+            text = self._quorum.store.compare_set(self._quorum.name, expected, desired).decode()
         except RuntimeError as error:  # torch has no class of its own for all of them
             text, why = "", f"has failed ({error})"
         else:
@@ -220,7 +217,7 @@ class ByQuorum:
         self._attempt, self._error = attempt, None
         torch.mul(self._contribution, attempt.weight, out=self._mean)
         timeout_s = self._quorum.rules.grace_s
-        name = f"{self._key}.{attempt.number}"
+        name = f"{self._quorum.name}.{attempt.number}"
         try:
             channel = self._channel = self._quorum.client.subgroup(name, attempt.members)
             if attempt.source is not None:

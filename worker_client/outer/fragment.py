@@ -91,9 +91,7 @@ class Fragment:
                 self._client.rank, rules, arrival, (lr, momentum), known=self._known, last=last
             )
             common = Common(self.outer, self._velocity)
-            averaging = ByQuorum(
-                self.quorum, self._number, participant, self._gradient, common, self._residual
-            )
+            averaging = ByQuorum(self.quorum, participant, self._gradient, common, self._residual)
         self._pending = _Pending(merges_at, lr, momentum, averaging)
 
     def merge(self, step: int, alpha: float) -> ReductionError | None:
