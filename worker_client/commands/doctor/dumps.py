@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from collections import Counter
 from dataclasses import dataclass
+from pickle import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError
@@ -104,7 +104,7 @@ def pickle_dumps(directory: Path) -> None:
     for path in directory.rglob(_FILES):
         pickled = path.with_name(path.stem.replace("calls-", "rank_"))
         try:
-            pickled.write_bytes(pickle.dumps(json.loads(path.read_bytes()), protocol=4))
+            pickled.write_bytes(dumps(json.loads(path.read_bytes()), protocol=4))
         except OSError as error:
             raise ConfigError(f"{pickled} cannot be written: {error.strerror}") from None
 
