@@ -1,4 +1,4 @@
-"""Many arrays as few buffers: what the adapters of TensorFlow, Keras and JAX hand to the client.
+"""Many arrays or tensors as few buffers, in which each travels as it would alone.
 
 A framework without communication hooks gives all gradients of a step at once. Packed, they make one
 all-reduce for each element type, which costs one copy and saves a round trip for each array. The
@@ -7,6 +7,8 @@ order of arrays is the caller's and the same at every rank, so that of the buffe
 
 from __future__ import annotations
 
+import sys
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +24,35 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from reducer.wire.constants import DType
     from worker_client.client.client import Client
 
     Arrays = Sequence[NDArray[Any]]
+
+
+class Pack:
+    """Arrays or tensors of one dtype, copied one after another into a flat buffer."""
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        flat = [member.reshape(-1) for member in members]
+        cat: Any = np.concatenate if isinstance(flat[0], np.ndarray) else sys.modules["torch"].cat
+        self.buffer = cat(flat)
+        self.parts = [  # views of the buffer, in the shapes of what was packed
+            self.buffer[end - len(one) : end].reshape(member.shape)
+            for member, one, end in zip(members, flat, accumulate(map(len, flat)), strict=True)
+        ]
+        self._members = members
+
+    def unpack(self) -> None:
+        """Copy the elements back into tensors."""
+        for member, part in zip(self._members, self.parts, strict=True):
+            member.copy_(part)
+
+
+def kinds(arrays: Sequence[Any]) -> list[tuple[DType, int]]:
+    """Return dtype and bytes of arrays or tensors, as `Client.packs` takes them."""
+    names = [getattr(one.dtype, "name", str(one.dtype).removeprefix("torch.")) for one in arrays]
+    return [(find_dtype(name), one.nbytes) for name, one in zip(names, arrays, strict=True)]
 
 
 def all_reduce_arrays(client: Client, arrays: Arrays, op: str = "mean") -> list[NDArray[Any]]:
@@ -43,17 +71,14 @@ def all_reduce_arrays(client: Client, arrays: Arrays, op: str = "mean") -> list[
         ConfigError: a dtype cannot be reduced, or not by `op`.
         ReductionError: as `Work.wait`.
     """
-    kinds = [(find_dtype(array.dtype.name), array.nbytes) for array in arrays]
-    places = client.packs(kinds, parse_op(op))
-    packed = [np.concatenate([arrays[at].reshape(-1) for at in of]) for of in places]
-    works = [client.all_reduce(buffer, op) for buffer in packed]
-    for work in works:
+    places = client.packs(kinds(arrays), parse_op(op))
+    packs = [Pack([arrays[at] for at in group]) for group in places]
+    for work in [client.all_reduce(pack.buffer, op) for pack in packs]:
         work.wait()
     results = list(arrays)
-    for buffer, of in zip(packed, places, strict=True):
-        ends = np.cumsum([arrays[at].size for at in of])
-        for part, at in zip(np.split(buffer, ends[:-1]), of, strict=True):
-            results[at] = part.reshape(arrays[at].shape)
+    for pack, group in zip(packs, places, strict=True):
+        for at, part in zip(group, pack.parts, strict=True):
+            results[at] = part
     return results
 
 

@@ -80,12 +80,16 @@ def doctor(
         Path | None,
         typer.Option(metavar="DIR", help="Compare the files that REDUCTION_DUMP had ranks write."),
     ] = None,
+    pickled: Annotated[
+        bool,
+        typer.Option("--pickle", help="With --dump: write the files for torchfrtrace as well."),
+    ] = False,
 ) -> None:
     """Say what was detected and why, and examine every reducer; exit 1 if something is wrong."""
     from worker_client.commands.doctor import run  # noqa: PLC0415 (loads NumPy)
 
     if dump is not None:
-        raise typer.Exit(run.doctor_dumps(dump, as_json=as_json))
+        raise typer.Exit(run.doctor_dumps(dump, as_json=as_json, pickled=pickled))
     raise typer.Exit(run.doctor(as_json=as_json))
 
 

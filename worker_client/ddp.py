@@ -13,7 +13,6 @@ nested one that brings DDP's last bucket, from which it gets out to the outermos
 # No `from __future__ import annotations`: DDP inspects the hook's annotations as objects.
 import logging
 import threading
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
@@ -24,6 +23,7 @@ from torch.profiler import record_function
 import worker_client
 from reducer.errors import ConfigError, DeviceError, ReductionError
 from reducer.wire.constants import ReduceOp
+from worker_client._packing import Pack
 from worker_client.collectives import broadcast_bytes_from_any
 from worker_client.staging.weighted import check_weight
 from worker_client.staging.wire_rule import SMALLEST_BYTES, WIRE_DTYPES
@@ -240,8 +240,8 @@ class ReductionState:
             return [_Call(buffer, exact=True)]
         calls = []
         if small:
-            packed = torch.cat(small)
-            calls.append(_Call(packed, exact=True, finish=partial(_unpack, packed, small)))
+            pack = Pack(small)
+            calls.append(_Call(pack.buffer, exact=True, finish=pack.unpack))
         for parameter, gradient, exact in large:
             residual = None if exact else self._residual(parameter)
             calls.append(_Call(gradient, exact=exact, residual=residual))
@@ -377,13 +377,6 @@ class _LastOf:
         self._finish(self._error)
 
 
-def _unpack(packed: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    for part, result in zip(
-        parts, packed.split_with_sizes([part.numel() for part in parts]), strict=True
-    ):
-        part.copy_(result)
-
-
 def _real(parameter: torch.Tensor) -> torch.Tensor:
     # DDP's buckets hold two numbers for a complex one.
     tensor = parameter.detach()
@@ -510,15 +503,14 @@ class BufferSync:
         root = authoritative_rank if authoritative_rank in present else present[0]
         with torch.no_grad():
             whole = [buffer.contiguous() for buffer in buffers]
-            parts = [each.view(-1).view(torch.uint8) for each in whole]
-            sent = torch.cat(parts).numpy()
-            what = f"the model's {len(parts)} buffers"
-            found, root = broadcast_bytes_from_any(client, sent, root, what)
+            pack = Pack([each.view(-1).view(torch.uint8) for each in whole])
+            what = f"the model's {len(whole)} buffers"
+            found, root = broadcast_bytes_from_any(client, pack.buffer.numpy(), root, what)
             if client.rank == root:
                 return
-            split = torch.from_numpy(found).split_with_sizes([part.numel() for part in parts])
-            for buffer, each, part, received in zip(buffers, whole, parts, split, strict=True):
-                part.copy_(received)
+            pack.buffer.copy_(torch.from_numpy(found))
+            pack.unpack()
+            for buffer, each in zip(buffers, whole, strict=True):
                 if each is not buffer:  # a copy of one whose elements are apart
                     buffer.copy_(each)
 

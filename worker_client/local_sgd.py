@@ -22,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.algorithms.model_averaging import averagers, utils
 
 import worker_client
+from worker_client._packing import Pack
 
 if TYPE_CHECKING:
     from worker_client.client.client import Client
@@ -91,10 +92,8 @@ class PeriodicModelAverager(averagers.PeriodicModelAverager):
         for parameter in parameters:
             tensor = parameter.detach()
             alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        packs = [(some, torch.cat([t.reshape(-1) for t in some])) for some in alike.values()]
-        for work in [self._client.all_reduce(pack, "mean", exact=True) for _, pack in packs]:
+        packs = [Pack(tensors) for tensors in alike.values()]
+        for work in [self._client.all_reduce(pack.buffer, "mean", exact=True) for pack in packs]:
             work.wait()
-        for some, pack in packs:
-            means = torch.split_with_sizes(pack, [tensor.numel() for tensor in some])
-            for tensor, mean in zip(some, means, strict=True):
-                tensor.copy_(mean.view_as(tensor))
+        for pack in packs:
+            pack.unpack()

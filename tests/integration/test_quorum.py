@@ -84,8 +84,9 @@ class Impatience:
     def __init__(self, monkeypatch):
         begin = Participant.__init__
 
-        def choose(participant, *arguments, **named):
-            begin(participant, *arguments, **{**named, "grace_s": 0.1 if self.now else 60.0})
+        def choose(participant, rank, rules, *arguments, **named):
+            rules = rules._replace(grace_s=0.1 if self.now else 60.0)
+            begin(participant, rank, rules, *arguments, **named)
 
         monkeypatch.setattr(Participant, "__init__", choose)
 

@@ -35,7 +35,7 @@ def completed(line):
         ("reducer serve --log-format ", ["text", "json"]),
         ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8", "fp8_e4m3"]),
         ("worker-client ", ["demo", "launch", "doctor", "timeline"]),
-        ("worker-client doctor --", ["--json", "--dump", "--help"]),
+        ("worker-client doctor --", ["--json", "--dump", "--pickle", "--help"]),
     ],
 )
 def test_what_a_line_may_become(line, words):

@@ -15,18 +15,18 @@ from worker_client.outer.quorum import (
     Participant,
     Propose,
     Register,
+    Rules,
     Wait,
 )
 
 BATCH = 50
 TERMS = (0.7, 0.9)
+RULES = Rules(world_size=3, least=2, grace_s=5.0, timeout_s=20.0)
 
 
 def participant(rank, steps=0, known=0.0, **more):
     arrival = Arrival(steps, 10.0 * (rank + 1))
-    return Participant(
-        rank, 3, arrival, TERMS, least=2, grace_s=5.0, timeout_s=20.0, known=known, **more
-    )
+    return Participant(rank, RULES, arrival, TERMS, known=known, **more)
 
 
 @pytest.mark.parametrize("first", [0])

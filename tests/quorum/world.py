@@ -22,6 +22,7 @@ from worker_client.outer.quorum import (
     Participant,
     Propose,
     Register,
+    Rules,
 )
 
 TERMS = (0.7, 0.9)
@@ -283,12 +284,9 @@ class Rank:
         began, stopped_before = world.clock.now, self.stopped_until
         turn = Participant(
             self.number,
-            faults.ranks,
+            Rules(faults.ranks, faults.least, faults.grace_s, faults.timeout_s),
             Arrival(len(self.outer), len(contribution)),
             TERMS,
-            least=faults.least,
-            grace_s=faults.grace_s,
-            timeout_s=faults.timeout_s,
             known=self._known,
             last=last,
         )

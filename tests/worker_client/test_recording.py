@@ -261,6 +261,7 @@ def test_what_cannot_be_written_fails_no_call(server, dumps, caplog):
 @pytest.mark.extended("test_calls_have_the_same_places")
 def test_pytorchs_analyzer_reads_the_files(server, dumps):
     trained(server, "analyzed", 3, lambda client: train(client, (2, 2)))
+    run_here(f"worker-client doctor --pickle --dump {dumps}")
     analyzer = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
     said = subprocess.run(
         [*analyzer, dumps / "analyzed"], capture_output=True, text=True, check=True

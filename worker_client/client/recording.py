@@ -1,7 +1,7 @@
 """A client that keeps its latest calls, and writes them to a file when one fails, and at its end.
 
-The file has the form of PyTorch's Flight Recorder (its version 2.10), once as JSON and once
-pickled, which is what ``torchfrtrace`` reads; `worker_client.commands.doctor.dumps` reads the JSON.
+The file has the form of PyTorch's Flight Recorder (its version 2.10), as JSON;
+`worker_client.commands.doctor.dumps` reads it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from pickle import dumps
 from typing import TYPE_CHECKING, Any
 
 from reducer import __version__
@@ -223,7 +222,6 @@ class CallLog:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 _replace(self._directory / f"calls-{rank}.json", json.dumps(document).encode())
-                _replace(self._directory / f"rank_{rank}", dumps(document, protocol=4))
             except OSError as error:
                 log.warning(
                     "the latest calls could not be written: %s; mend that, or name another "

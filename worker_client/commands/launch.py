@@ -27,11 +27,6 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
 
     What it turns into has this process's number: signals and exit codes are its own.
 
-    Args:
-        script: what the user wants to be run, and its arguments.
-        processes: on this node: a number, or ``auto``.
-        dry_run: whether to print the decision and do nothing.
-
     Raises:
         ConfigError: it cannot be run here; the message says what to change.
     """

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from pathlib import Path  # noqa: TC003 (an argument's type)
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,19 +21,16 @@ from reducer.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     Events = list[dict[str, Any]]
     Key = tuple[str, int, int]  # a job, its generation, and the number of an all-reduce
 
 
 class Span(NamedTuple):
-    """An all-reduce as a rank has it: when it began to be sent, and when it ended, us.
+    """An all-reduce as a rank has it: when it began to be sent, and when it ended."""
 
-    Attributes:
-        rank: as the reducers call it, which changes when ranks are lost.
-    """
-
-    rank: int
+    rank: int  # as the reducers call it, which changes when ranks are lost
     begun_us: float
     ended_us: float
 
@@ -50,21 +46,13 @@ class Round(NamedTuple):
 
 @dataclass
 class Process:
-    """The timeline of one process.
-
-    Attributes:
-        path: of the file.
-        about: what it says of itself.
-        events: all of it.
-        spans: of a rank: its all-reduces that have ended well.
-        rounds: of a reducer.
-    """
+    """The timeline of one process."""
 
     path: Path
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # what it says of itself
     events: Events
-    spans: dict[Key, Span] = field(default_factory=dict)
-    rounds: dict[Key, Round] = field(default_factory=dict)
+    spans: dict[Key, Span] = field(default_factory=dict)  # a rank's that ended well
+    rounds: dict[Key, Round] = field(default_factory=dict)  # a reducer's
 
     @property
     def host(self) -> str:
@@ -84,39 +72,23 @@ class Process:
 
 
 class Clock(NamedTuple):
-    """What is known of a host's clock.
+    """What is known of a host's clock."""
 
-    Attributes:
-        host: the name of a machine that has it.
-        offset_us: what is to be added to its times; those of the first host stay as they are.
-        error_us: how far off that may be; infinite where only the wall clocks tell.
-        why: that is so, then.
-    """
-
-    host: str
-    offset_us: float
-    error_us: float
-    why: str = ""
+    host: str  # the name of a machine that has it
+    offset_us: float  # to be added to its times; 0 for the first host's
+    error_us: float  # how far off that may be; infinite where only the wall clocks tell
+    why: str = ""  # that is so, then
 
 
 class Merged(NamedTuple):
-    """What has become of files.
+    """What has become of files."""
 
-    Attributes:
-        clocks: of all hosts.
-        left_out: why files of a directory were left out, a sentence for each.
-    """
-
-    clocks: list[Clock]
-    left_out: list[str]
+    clocks: list[Clock]  # of all hosts
+    left_out: list[str]  # why files of a directory were, a sentence for each
 
 
 def merge(paths: Sequence[Path], output: Path) -> Merged:
-    """Write the events of several files to one.
-
-    Args:
-        paths: files, and directories of them.
-        output: file that is written.
+    """Write the events of several files, and of those in directories, to one.
 
     Raises:
         ConfigError: there are no timelines, or one that was named cannot be read, or the output
@@ -124,15 +96,16 @@ def merge(paths: Sequence[Path], output: Path) -> Merged:
     """
     processes: list[Process] = []
     left_out: list[str] = []
-    for file, was_named in _files(paths):
-        if file.resolve() == output.resolve():
-            continue
-        try:
-            processes.append(_read(file))
-        except ConfigError as error:
-            if was_named:
-                raise
-            left_out.append(str(error))
+    for path in paths:
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            if file.resolve() == output.resolve():
+                continue
+            try:
+                processes.append(_read(file))
+            except ConfigError as error:
+                if file is path:  # it was named
+                    raise
+                left_out.append(str(error))
     processes.sort(key=lambda one: one.order)
     if not processes:
         raise ConfigError(
@@ -220,18 +193,8 @@ def _bounds(rank: Process, reducer: Process) -> Iterator[tuple[float, float]]:
 
 
 def _wall_us(process: Process) -> float:
-    """Return what is to be added to a process's times for its wall clock's."""
     begun_us = next(event["ts"] for event in process.events if event["ph"] == "i")
     return float(process.about["wall_ns"] / 1000 - begun_us)
-
-
-def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Yield all files, and whether each was named, and not found in a directory."""
-    for path in paths:
-        if path.is_dir():
-            yield from ((file, False) for file in sorted(path.glob("*.json")))
-        else:
-            yield path, True
 
 
 def _read(path: Path) -> Process:

@@ -39,12 +39,9 @@ _KEPT_CALLS = 64  # ... unless that many have had no use for it
 
 
 class CastingCommunicator(Communicator):
-    """Casts what is `rounded`, and passes on what is not.
+    """Casts what is `rounded` to a wire dtype, and passes on what is not.
 
-    Args:
-        inner: what the casts go through.
-        wire_dtype: FLOAT16, BFLOAT16 or a type of blocks.
-        whole: do not cut buffers: each all-reduce must be all or nothing, whoever is lost.
+    With `whole` it cuts no buffer: each all-reduce must be all or nothing, whoever is lost.
     """
 
     def __init__(self, inner: Communicator, wire_dtype: DType, *, whole: bool) -> None:

@@ -31,23 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class Counters(NamedTuple):
-    """What a communicator has gone through, and all that it is made of.
+    """What a communicator has gone through, and all that it is made of."""
 
-    Attributes:
-        losses: how often a reducer that was in use was lost.
-        moved: chunks that were sent again to another reducer.
-        claimed: chunks whose result was here, of which another reducer was told.
-        supplied: results that other ranks needed from here.
-        fallbacks: all-reduces that the process group did, as no reducer was left.
-        returns: how often they went back from the process group to reducers.
-    """
-
-    losses: int = 0
-    moved: int = 0
-    claimed: int = 0
-    supplied: int = 0
-    fallbacks: int = 0
-    returns: int = 0
+    losses: int = 0  # how often a reducer that was in use was lost
+    moved: int = 0  # chunks that were sent again to another reducer
+    claimed: int = 0  # chunks whose result was here, of which another reducer was told
+    supplied: int = 0  # results that other ranks needed from here
+    fallbacks: int = 0  # all-reduces that the process group did, as no reducer was left
+    returns: int = 0  # how often they went back from the process group to reducers
 
     def plus(self, other: Counters) -> Counters:
         """Return the sum of two."""
@@ -177,15 +168,8 @@ class Communicator(ABC):
 class FlatCommunicator(Driver, Communicator):
     """A session that runs.
 
-    Args:
-        spec: who we are and where the reducers are.
-        implementation: of the flight and the transport.
-        io_threads: threads of libzmq that serve the connections.
-        context: that of the reducer that this process hosts, if it does.
-        keys: what to show to reducers.
-        trace: shows what becomes of all-reduces, while there is a timeline.
-        left: called once, after the farewell.
-        hand_over: takes the calls that no reducer can finish any more, if `spec.fallback`.
+    `left` is called once, after the farewell; `hand_over` takes the calls that no reducer can
+    finish any more, if `spec.fallback`.
     """
 
     def __init__(
@@ -301,12 +285,10 @@ class FlatCommunicator(Driver, Communicator):
 
     @property
     def _is_known(self) -> bool:
-        """Whether some reducer has welcomed us."""
         return any(link.member for link in self.session.links)
 
     @property
     def in_use(self) -> list[bool]:
-        """Whether each reducer is in use, in the order of the spec."""
         shard_map = self.session.failover.map
         return [shard_map.uses(at) for at in range(len(self.session.spec.reducers))]
 

@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from array import array
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,17 +52,32 @@ log = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """A new membership.
+    """A new membership."""
 
-    Attributes:
-        present: ranks that take part from now on, ascending.
-        joined: those of them that did not before.
-        lost: ranks that took part before and do not any more.
-    """
+    present: tuple[int, ...]  # ranks that take part from now on, ascending
+    joined: tuple[int, ...]  # those of them that did not before
+    lost: tuple[int, ...]  # ranks that took part before and do not any more
 
-    present: tuple[int, ...]
-    joined: tuple[int, ...]
-    lost: tuple[int, ...]
+
+@dataclass
+class _Losses:
+    """What has come to light since the membership began, until the ranks have reconciled."""
+
+    suspects: set[int] = field(default_factory=set)  # ranks that were lost
+    cause: ReductionError | None = None
+    told: bool = False  # whether another communicator has found that out, and has said so
+    # Where ranks reconcile, or tried to, and who they are.
+    coming: list[tuple[Communicator, tuple[int, ...]]] = field(default_factory=list)
+    ends: list[Entry] = field(default_factory=list)  # calls that ended there, to be told of
+
+
+@dataclass
+class _Earlier:
+    """Where ranks were before, until all have reconciled: leaving looks like a loss."""
+
+    communicators: list[Communicator] = field(default_factory=list)
+    last_question: int = -1  # sequence number of the reconciliation's last all-reduce
+    leaving: threading.Thread | None = None
 
 
 class ElasticCommunicator(Communicator):
@@ -70,17 +85,16 @@ class ElasticCommunicator(Communicator):
 
     Args:
         membership: that this rank begins in, or joins.
-        joins: whether the others of it are at work already, and let this rank in.
         enter: makes a communicator in a membership, from its spec and its `left`.
         left: called once, after the farewell.
         timeout_s: for the ranks that are left to reconcile.
         connect_timeout_s: for the reducers to admit them.
+        joins: whether the others of it are at work already, and let this rank in.
 
     Attributes:
         on_change: called by the thread that reconciles, with every new membership.
         communicator: in the current membership.
         lost: ranks that the job goes on without.
-        membership: who is present.
     """
 
     def __init__(
@@ -100,7 +114,7 @@ class ElasticCommunicator(Communicator):
         self.lost: frozenset[int] = frozenset(everybody).difference(membership.present)
         self.on_change: Callable[[Change], None] = lambda _: None
         self._enter = enter
-        self._left = left
+        self._left: Callable[[], None] | None = left  # None: it was called
         self._past = Counters()  # of earlier memberships
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
@@ -110,22 +124,12 @@ class ElasticCommunicator(Communicator):
         # is ever forgotten, as no rank can know that all others have forgotten it.
         self._origins: list[tuple[Membership, int]] = []
         self._attempts: set[Entry] = set()  # in progress in the current membership
-        self._suspects: set[int] = set()  # ranks that were lost since it began
-        self._cause: ReductionError | None = None
-        self._told = False  # whether another communicator has found that out, and has said so
-        # Guards all of these. Whoever holds it waits for nobody.
-        self._gate = threading.RLock()
-        self._idle = threading.Condition(self._gate)  # told when an attempt has ended
+        self._losses = _Losses()
+        self._earlier = _Earlier()
+        # Guards all of these; told when an attempt has ended. Whoever holds it waits for nobody.
+        self._gate = threading.Condition(threading.RLock())
         self._failure: ReductionError | None = None  # why there is no going on any more
         self._recovery: threading.Thread | None = None
-        # Where ranks reconcile, or tried to, and who they are.
-        self._coming: list[tuple[Communicator, tuple[int, ...]]] = []
-        # To be left when all have reconciled: leaving looks like a loss.
-        self._behind: list[Communicator] = []
-        self._leaving: threading.Thread | None = None
-        self._has_left = False
-        self._ends: list[Entry] = []  # calls that reconciling has ended, to be told of
-        self._last_question = -1  # sequence number of the reconciliation's last all-reduce
         self.communicator = self._connect(membership.spec)
 
     # -- the communicator -------------------------------------------------------------------------
@@ -191,16 +195,17 @@ class ElasticCommunicator(Communicator):
     def stop(self) -> None:
         with self._gate:
             self._closing = True
-            self._idle.notify_all()
+            self._gate.notify_all()
             recovery = self._recovery
         if recovery not in {None, threading.current_thread()}:
             recovery.join(STOP_S)
         with self._gate:
-            communicators = [communicator for communicator, _ in self._coming] + self._behind
+            communicators = [communicator for communicator, _ in self._losses.coming]
+            communicators += self._earlier.communicators
         for communicator in [*communicators, self.communicator]:
             communicator.stop()
-        if self._leaving is not None:
-            self._leaving.join()
+        if self._earlier.leaving is not None:
+            self._earlier.leaving.join()
         if self._failure is not None:
             self._leave()
 
@@ -215,10 +220,6 @@ class ElasticCommunicator(Communicator):
 
         Returns:
             Whether ranks have joined, the same at all ranks. They may be lost by now.
-
-        Raises:
-            LocalProtocolError: the client has stopped.
-            ReductionError: it failed.
         """
         numbers = memoryview(array("q", [more])).cast("B")
         entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))
@@ -247,14 +248,14 @@ class ElasticCommunicator(Communicator):
         """Go on without ranks that are lost elsewhere: reducers here may never have seen them."""
         with self._gate:
             news = sorted(
-                (ranks - self.lost - self._suspects).intersection(self.membership.present)
+                (ranks - self.lost - self._losses.suspects).intersection(self.membership.present)
             )
             if not news or self._closing:
                 return
-            self._suspects.update(news)
-            self._told = self._recovery is None
+            self._losses.suspects.update(news)
+            self._losses.told = self._recovery is None
             why = RankLostError(f"rank {news[0]} is lost", rank=news[0])
-            self._cause = self._cause or why
+            self._losses.cause = self._losses.cause or why
             self._recover()
             present, communicator = self.membership.present, self.communicator
         # What is in progress waits for it, here and at others.
@@ -275,7 +276,7 @@ class ElasticCommunicator(Communicator):
             ReductionError: they cannot go on.
         """
         with self._gate:
-            settled = self._idle.wait_for(
+            settled = self._gate.wait_for(
                 lambda: self._closing or (done() and self._recovery is None), timeout_s
             )
             self._check_open()
@@ -325,9 +326,9 @@ class ElasticCommunicator(Communicator):
                 entry.operation.end(entry.error)  # an interrupt had ended that
                 return
             if error is not None and self._may_be_made_again(error):
-                self._cause = self._cause or self.membership.renumbered(error)
+                self._losses.cause = self._losses.cause or self.membership.renumbered(error)
                 self._recover()
-                self._idle.notify_all()
+                self._gate.notify_all()
                 return
             told = None if error is None else self.membership.renumbered(error)
             entry.finish(bytes(entry.operation.view) if told is None else None, told)
@@ -337,11 +338,12 @@ class ElasticCommunicator(Communicator):
             # Process groups survive no rank: of what they do nothing is made again.
             reached = math.inf if session.handed_over else session.flight.reached
             self._replay_log.prune(reached)
-            if self._behind and reached > self._last_question:
-                behind, self._behind = self._behind, []
-                self._leaving = threading.Thread(target=_stop, args=(behind,), name="leave")
-                self._leaving.start()
-            self._idle.notify_all()
+            earlier = self._earlier
+            if earlier.communicators and reached > earlier.last_question:
+                behind, earlier.communicators = earlier.communicators, []
+                earlier.leaving = threading.Thread(target=_stop, args=(behind,), name="leave")
+                earlier.leaving.start()
+            self._gate.notify_all()
         entry.operation.end(told)
 
     def _may_be_made_again(self, error: ReductionError) -> bool:
@@ -349,7 +351,7 @@ class ElasticCommunicator(Communicator):
         if self._closing:
             return False
         if isinstance(error, RankLostError) and error.rank != self.flat.spec.rank:
-            self._suspects.add(self.membership.present[error.rank])
+            self._losses.suspects.add(self.membership.present[error.rank])
             return True
         # When ranks have heard of a loss in the middle of an agreement they begin anew.
         return isinstance(error, MismatchError) and error.field == "epoch"
@@ -373,7 +375,7 @@ class ElasticCommunicator(Communicator):
     def _run(self) -> None:
         try:
             with self._gate:
-                self._idle.wait_for(lambda: self._closing or not self._attempts)
+                self._gate.wait_for(lambda: self._closing or not self._attempts)
             if not (self._grows or self._joins or self._await_loss(self.lost)):
                 self._give_up(self._why)
                 return
@@ -392,8 +394,8 @@ class ElasticCommunicator(Communicator):
             with self._gate:
                 for communicator, present in self._places():
                     lost_there = communicator.flat.session.lost_ranks
-                    self._suspects.update(present[rank] for rank in lost_there)
-                if not self._suspects <= known:
+                    self._losses.suspects.update(present[rank] for rank in lost_there)
+                if not self._losses.suspects <= known:
                     return True
             if time.monotonic() > end:
                 return False
@@ -407,8 +409,8 @@ class ElasticCommunicator(Communicator):
             ReductionError: that cannot be.
         """
         with self._gate:
-            lost = self.lost | frozenset(self._suspects)
-            if self._grows and not self._coming:
+            lost = self.lost | frozenset(self._losses.suspects)
+            if self._grows and not self._losses.coming:
                 lost = self.lost  # those that join wait there, and hear of losses from who comes
         links = self.flat.session.links
         visited = 0
@@ -442,11 +444,7 @@ class ElasticCommunicator(Communicator):
         return origin.all.world_size + more > self.membership.all.world_size
 
     def _next(self, lost: frozenset[int]) -> Membership:
-        """Return the membership to go on in without these ranks.
-
-        Raises:
-            RankLostError: this rank is lost itself, or too few are left.
-        """
+        """Return the membership to go on in without these ranks."""
         links = self.flat.session.links
         base, more = self._origins[-1] if self._origins else (self.membership, 0)
         membership = base.without(lost, links, more)
@@ -463,16 +461,12 @@ class ElasticCommunicator(Communicator):
     ) -> tuple[Communicator, int] | None:
         """Reconcile with the other ranks of a membership; None: more were lost.
 
-        Returns:
-            Where, and the sequence number of the last all-reduce there.
-
-        Raises:
-            ReductionError: that cannot be.
+        Return where, and the sequence number of the last all-reduce there.
         """
         here = self._joins and membership.spec.job == self.membership.spec.job
         communicator = self.communicator if here else self._connect(membership.spec)
         with self._gate:
-            self._coming.append((communicator, membership.present))
+            self._losses.coming.append((communicator, membership.present))
         ask = partial(self._ask, communicator, membership, lost)
         reconciliation = Reconciliation(communicator.flat.spec, ask, self._why)
         try:
@@ -485,7 +479,7 @@ class ElasticCommunicator(Communicator):
         except ReductionError as error:
             raise membership.renumbered(error) from None
         finally:
-            self._ends += reconciliation.ends
+            self._losses.ends += reconciliation.ends
             for entry in reconciliation.ends:
                 self._admits(entry)
         return communicator, reconciliation.last
@@ -500,10 +494,10 @@ class ElasticCommunicator(Communicator):
         """Find out who else is lost, and tell those that still wait there."""
         if isinstance(error, RankLostError):
             with self._gate:
-                self._suspects.add(membership.present[error.rank])
+                self._losses.suspects.add(membership.present[error.rank])
         if not self._await_loss(lost):
             raise membership.renumbered(error) if isinstance(error, ReductionError) else self._why
-        for rank in sorted(self._suspects - lost):
+        for rank in sorted(self._losses.suspects - lost):
             why = f"rank {rank} is lost as well: its part in an earlier membership has ended"
             if rank in membership.present:
                 communicator.flat.fail(RankLostError(why, rank=membership.present.index(rank)))
@@ -518,27 +512,24 @@ class ElasticCommunicator(Communicator):
         """Make all calls that have no result, in the new membership."""
         with self._gate:
             self._check_open()
-            places = [self.communicator, *(other for other, _ in self._coming)]
-            self._behind += [place for place in places if place is not communicator]
-            self._coming = []
+            places = [self.communicator, *(other for other, _ in self._losses.coming)]
+            self._earlier.communicators += [one for one in places if one is not communicator]
             before, self.membership = self.membership.present, membership
             if communicator is not self.communicator:
                 self._past = self._past.plus(self.communicator.counters)
             self.communicator, self.lost, self._joins = communicator, lost, False
-            self._last_question = last_question
-            self._suspects, self._cause = set(), None
-            ends, self._ends = self._ends, []
+            self._earlier.last_question = last_question
+            losses, self._losses = self._losses, _Losses()
             change = Change(
                 membership.present,
                 tuple(rank for rank in membership.present if rank not in before),
                 tuple(rank for rank in before if rank in lost),
             )
-            _log(logging.DEBUG if self._told else logging.WARNING, change, lost)
-            self._told = False
+            _log(logging.DEBUG if losses.told else logging.WARNING, change, lost)
         self.on_change(change)
         with self._gate:
             self._recovery = None
-            if self._suspects:
+            if self._losses.suspects:
                 self._recover()  # more were lost meanwhile
             for entry in self._replay_log:
                 if entry.over:
@@ -547,8 +538,8 @@ class ElasticCommunicator(Communicator):
                     if entry.admits:  # those who were ready wait for an earlier membership
                         entry.contribution = bytes(len(entry.contribution))
                     self._begin(entry)
-            self._idle.notify_all()
-        _report(ends)
+            self._gate.notify_all()
+        _report(losses.ends)
 
     def _check_open(self) -> None:
         if self._closing:
@@ -556,14 +547,14 @@ class ElasticCommunicator(Communicator):
 
     def _places(self) -> list[tuple[Communicator, tuple[int, ...]]]:
         """Return where this rank hears of losses, and the ranks that are present there."""
-        return [(self.communicator, self.membership.present), *self._coming]
+        return [(self.communicator, self.membership.present), *self._losses.coming]
 
     @property
     def _why(self) -> ReductionError:
-        lost = sorted(self._suspects - self.lost)
-        if self._cause is None and lost:
+        lost = sorted(self._losses.suspects - self.lost)
+        if self._losses.cause is None and lost:
             return RankLostError(f"rank {lost[0]} is lost while others join", rank=lost[0])
-        return self._cause or LocalProtocolError("ranks that join could not be waited for")
+        return self._losses.cause or LocalProtocolError("ranks that join could not be waited for")
 
     def _ask(
         self,
@@ -586,7 +577,7 @@ class ElasticCommunicator(Communicator):
             missing = {membership.present[rank] for rank in question.missing}
             if time.monotonic() > until and missing.isdisjoint(self.membership.present):
                 with self._gate:
-                    self._suspects |= missing
+                    self._losses.suspects |= missing
                 lost_too |= missing
             if not lost_too <= lost:
                 raise NewLossError
@@ -597,10 +588,7 @@ class ElasticCommunicator(Communicator):
         """End all calls that have begun and have no result; later ones may try again."""
         with self._gate:
             self._recovery = None
-            coming, self._coming = self._coming, []
-            self._suspects, self._cause = set(), None
-            self._told = False
-            ends, self._ends = self._ends, []
+            losses, self._losses = self._losses, _Losses()
             if self._joins or self._grows:
                 self._failure = self._failure or error  # others may have gone on
             for entry in self._replay_log:
@@ -611,23 +599,23 @@ class ElasticCommunicator(Communicator):
                     self._begin(entry)  # it has merely waited, and others count it as well
                 else:
                     entry.finish(None, error)
-                    ends.append(entry)
+                    losses.ends.append(entry)
             if self._failure is not None:
                 self._replay_log.close()
             # Who does not go on must not be waited for.
-            left = [communicator for communicator, _ in coming]
+            left = [communicator for communicator, _ in losses.coming]
             left += [] if self._failure is None else [self.communicator]
-            self._idle.notify_all()
-        _report(ends)
+            self._gate.notify_all()
+        _report(losses.ends)
         for communicator in left:
             communicator.stop()
 
     def _leave(self) -> None:
         """End the rest of the calls, after the farewell."""
-        if self._has_left:
+        left, self._left = self._left, None
+        if left is None:
             return
-        self._has_left = True
-        self._left()
+        left()
         with self._gate:
             rest = [entry for entry in self._replay_log if not entry.over]
             for entry in rest:

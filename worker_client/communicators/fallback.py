@@ -46,33 +46,21 @@ log = logging.getLogger(__name__)
 
 
 class Offer(NamedTuple):
-    """What a rank tells the others with a call.
+    """What a rank tells the others with a call."""
 
-    Attributes:
-        attempt: number of the job that it has joined, or tries to join.
-        usable_lanes: by reducer, on how many it is a member; empty if it has not joined.
-    """
-
-    attempt: int
-    usable_lanes: Sequence[int] = ()
+    attempt: int  # number of the job that it has joined, or tries to join
+    usable_lanes: Sequence[int] = ()  # by reducer, of which it is a member
 
 
 @dataclass
 class Stay:
-    """What one job at the reducers hands over when none of them is left.
+    """What one job at the reducers hands over when none of them is left."""
 
-    Attributes:
-        begun: calls were handed over.
-        first, shares: as of `merge`, once the ranks have met.
-        failure: why no call succeeds any more.
-        over: the ranks have gone back; what is handed over is passed on there.
-    """
-
-    begun: bool = False
-    first: int = 0
+    begun: bool = False  # calls were handed over
+    first: int = 0  # this and the next: as of `merge`, once the ranks have met
     shares: dict[int, list[Unfinished]] | None = None
-    failure: ReductionError | None = None
-    over: bool = False
+    failure: ReductionError | None = None  # why no call succeeds any more
+    over: bool = False  # the ranks have gone back; what is handed over is passed on there
 
 
 class FallbackCommunicator(Communicator):
@@ -196,9 +184,7 @@ class FallbackCommunicator(Communicator):
     def _take(self, stay: Stay, calls: list[Unfinished]) -> None:
         """Bring calls to their end, one after another.
 
-        Args:
-            stay: which they are of.
-            calls: with numbers that go on from those of the time before; none is fine.
+        Their numbers go on from those of the time before; none is fine.
         """
         if calls and not stay.begun and not self._group.stopped:
             stay.begun = True
@@ -278,15 +264,9 @@ class FallbackCommunicator(Communicator):
     ) -> ReductionError | None:
         """Do what this rank must for a call, whether it needs the result or not.
 
-        If the ranks go back with it, the stay is over, and the call is as it was.
-
-        Args:
-            stay: which the call is of.
-            call: what was asked for here.
-            shares: what each rank has of it; None for a call that none had begun.
-
-        Returns:
-            Why it failed, the same at all ranks, or None.
+        If the ranks go back with it, the stay is over, and the call is as it was. `shares` is what
+        each rank has of it, or None for a call that none had begun. Return why it failed, the same
+        at all ranks.
         """
         shares = shares or [Unfinished(call.number)] * self._group.size
         if any(share.failed for share in shares):
@@ -361,11 +341,7 @@ class FallbackCommunicator(Communicator):
         return Offer(self._attempt)
 
     def _settle(self, offers: Sequence[Offer]) -> bool:
-        """Find out whether all ranks go back with this call; all come to the same.
-
-        Args:
-            offers: what each rank has said with it.
-        """
+        """Find out from what all ranks offer with this call whether they go back with it."""
         if self._marker is not None:
             return False  # this rank is on its way back from an earlier stay
         latest = max(offer.attempt for offer in offers)

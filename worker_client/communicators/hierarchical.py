@@ -75,14 +75,10 @@ _IN, _OUT = 0, 1  # the streams of steps 1 and 3
 class HierarchicalCommunicator(Communicator):
     """The ranks of a node, around a communicator between the nodes.
 
-    An all-reduce that fails between nodes fails at all ranks of a node, and the next one may work.
-    What fails within a node ends this communicator, at all ranks of the job: a rank that has ended,
-    one that comes too late, ranks that disagree.
-
-    Args:
-        between: of the ranks with this local rank, one of each node.
-        place: of this rank.
-        node: the connections to the other ranks of this node.
+    `between` is of the ranks with this local rank, one of each node. An all-reduce that fails
+    between nodes fails at all ranks of a node, and the next one may work. What fails within a node
+    ends this communicator, at all ranks of the job: a rank that has ended, one that comes too late,
+    ranks that disagree.
     """
 
     def __init__(self, between: Communicator, place: Place, node: NodeSockets) -> None:
@@ -159,7 +155,6 @@ class HierarchicalCommunicator(Communicator):
         self._between.check()
 
     def submit(self, operation: Operation) -> None:
-        """Start an all-reduce; raise the error that ended this communicator, if one did."""
         if self._broken is not None:
             raise copy.copy(self._broken)
         operation.deadline = time.monotonic() + operation.timeout_s
@@ -322,12 +317,7 @@ class HierarchicalCommunicator(Communicator):
     ) -> None:
         """Give this rank's part of a piece to its node, and get the others' parts.
 
-        Args:
-            asked: what the piece is of.
-            parts: the piece, cut for the ranks of a node.
-            folded: this rank's part, which is on its way between the nodes ...
-            between: ... with this.
-            last: whether no piece follows.
+        It is `folded`, and on its way `between` the nodes; `last` if no piece follows.
         """
         own = parts[self.place.local_rank]
         error = self._wait_for(between, asked)

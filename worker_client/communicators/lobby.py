@@ -47,27 +47,16 @@ log = logging.getLogger(__name__)
 
 
 class Offer(NamedTuple):
-    """A membership to join.
+    """A membership to join."""
 
-    Attributes:
-        world_size: ranks that have ever taken part, with the one that joins, which is the last.
-        lost: those that do not any more.
-        run: what tells this run of the job from another.
-        generation: the job's.
-    """
-
-    world_size: int
-    lost: list[int]
-    run: str
+    world_size: int  # ranks that have ever taken part, with the one that joins, which is the last
+    lost: list[int]  # those that do not any more
+    run: str  # what tells this run of the job from another
     generation: int
 
     @classmethod
     def parse(cls, said: dict[str, Any]) -> Offer:
-        """Return what the lowest rank has offered.
-
-        Raises:
-            RemoteProtocolError: it is no offer.
-        """
+        """Return what the lowest rank has offered."""
         kinds = {"world_size": int, "lost": list, "run": str, "generation": int}
         if said.keys() != kinds.keys() or not all(
             type(said[name]) is kind for name, kind in kinds.items()
@@ -81,12 +70,7 @@ class Offer(NamedTuple):
 
 
 def lobby_spec(spec: JobSpec, rank: int) -> JobSpec:
-    """Return what the lobby of a job is for one of the two.
-
-    Args:
-        spec: of the job, with all ranks or those that are known.
-        rank: 0 lets in, 1 joins.
-    """
+    """Return what the lobby of a job is for one of the two: rank 0 lets in, rank 1 joins."""
     return replace(
         spec,
         job=f"{spec.job}{NAME}",
@@ -105,10 +89,7 @@ def lobby_spec(spec: JobSpec, rank: int) -> JobSpec:
 class _Table:
     """One visit to the lobby.
 
-    Args:
-        enter: makes a communicator.
-        spec: of the lobby.
-        check: raises a ReductionError when this rank is to leave.
+    `check` raises a ReductionError when this rank is to leave.
     """
 
     def __init__(self, enter: Enter, spec: JobSpec, check: Callable[[], object]) -> None:
@@ -167,11 +148,8 @@ class _Table:
 class Lobby:
     """The lowest rank's side: offers the next membership to whoever comes.
 
-    Args:
-        enter: makes a communicator.
-        spec: of the job.
-        offer: returns the membership that one more rank would join, or raises a ReductionError if
-            this rank can let nobody in any more.
+    `offer` returns the membership that one more rank would join, or raises a ReductionError if this
+    rank can let nobody in any more.
     """
 
     def __init__(self, enter: Enter, spec: JobSpec, offer: Callable[[], Offer]) -> None:
@@ -257,13 +235,10 @@ class Application:
     """The side of a rank that joins.
 
     Args:
-        enter: as of `Lobby`.
+        enter: makes a communicator.
         spec: of the job, as far as this rank knows it.
         timeout_s: for the reducers to answer.
         until: when to give up, in seconds of the monotonic clock.
-
-    Attributes:
-        offer: the membership to join.
 
     Raises:
         ReductionError: nobody lets this rank in now.

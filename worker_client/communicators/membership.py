@@ -27,16 +27,11 @@ class Membership:
 
     Ranks that join get the next numbers, and no number is used twice. Reducers number those that
     are present from 0 on without gaps.
-
-    Attributes:
-        all: spec of the job with all ranks that have ever taken part.
-        spec: of this membership.
-        present: ranks of `all`, ascending.
     """
 
-    all: JobSpec
-    spec: JobSpec
-    present: tuple[int, ...]
+    all: JobSpec  # of the job with all ranks that have ever taken part
+    spec: JobSpec  # of this membership
+    present: tuple[int, ...]  # ranks of `all`, ascending
 
     @classmethod
     def whole(cls, spec: JobSpec) -> Membership:
@@ -44,7 +39,7 @@ class Membership:
         return cls(spec, spec, tuple(range(spec.world_size)))
 
     def without(self, lost: Collection[int], links: Iterable[Link], more: int = 0) -> Membership:
-        """Return the membership of those that are left, and of ranks that join.
+        """Return the membership of those that are left, and of `more` ranks that join.
 
         Args:
             lost: ranks of `all`, or that join.

@@ -30,11 +30,7 @@ def folded_as(dtype: DType) -> DType:
 
 
 def fold(rows: Sequence[memoryview], dtype: DType, op: ReduceOp) -> Array:
-    """Reduce rows of equally many elements, the first with the second and so on.
-
-    Returns:
-        The bytes of a new array of the type `folded_as`, for `finish`.
-    """
+    """Reduce rows of equally many elements, the first with the second and so on, as `folded_as`."""
     wide = folded_as(dtype)
     folded = np.empty(rows[0].nbytes // dtype.itemsize * wide.itemsize, np.uint8)
     if wide is dtype:
@@ -49,13 +45,9 @@ def fold(rows: Sequence[memoryview], dtype: DType, op: ReduceOp) -> Array:
 
 
 def finish(folded: Array, dtype: DType, divisor: int, target: memoryview) -> None:
-    """Divide, round once, and write to `target`.
+    """Divide by the number of ranks for a mean, or by 1, round once, and write to `target`.
 
-    Args:
-        folded: as from `fold`; it is overwritten.
-        dtype: of the elements of `target`.
-        divisor: number of ranks for a mean, 1 for anything else.
-        target: bytes of as many elements as `folded` has.
+    `folded` is what `fold` has returned, and is overwritten; `dtype` is that of `target`.
     """
     wide = folded_as(dtype)
     if divisor != 1:

@@ -47,13 +47,7 @@ _SEQUENCE = struct.Struct("<Q")
 
 
 class NodeSockets:
-    """The connections of one rank to the others of its node.
-
-    Args:
-        ranks: of this node, in local-rank order.
-        local_rank: of this process.
-        sockets: of each kind of connection, by local rank.
-    """
+    """The connections of one rank to the others of its node, which are in local-rank order."""
 
     def __init__(
         self, ranks: Sequence[int], local_rank: int, sockets: list[dict[int, socket.socket]]
@@ -116,10 +110,7 @@ class NodeSockets:
     def agree(self, stream: int, message: bytes, until: float) -> list[bytes]:
         """Return what all ranks of this node say, in local-rank order; raises as `exchange`.
 
-        Args:
-            stream: as of `exchange`.
-            message: at most `MESSAGE_BYTES`, without spaces at its end.
-            until: as of `exchange`.
+        A message has at most `MESSAGE_BYTES`, and no spaces at its end.
         """
         assert len(message) <= MESSAGE_BYTES, "the others could not tell where it ends"
         own = message.ljust(MESSAGE_BYTES)
@@ -139,9 +130,8 @@ class NodeSockets:
     def check(self, *, everybody: bool = False) -> None:
         """Raise why a rank has given up, if one has, or that `stop` was called.
 
-        Args:
-            everybody: raise also if a rank has ended, without a word; when all have what they need
-                of each other, they may.
+        With `everybody` also if a rank has ended, without a word; when all have what they need of
+        each other, they may.
         """
         if self._stopped:
             raise LocalProtocolError("this client was shut down")

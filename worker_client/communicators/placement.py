@@ -14,17 +14,11 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Where a rank stands among nodes that have equally many ranks.
+    """Where a rank stands among nodes that have equally many ranks."""
 
-    Attributes:
-        nodes: the ranks of every node, in ascending order; nodes are ordered by their first rank.
-        node: index of this rank's node.
-        local_rank: index of this rank among those of its node.
-    """
-
-    nodes: tuple[tuple[int, ...], ...]
-    node: int
-    local_rank: int
+    nodes: tuple[tuple[int, ...], ...]  # the ranks of each, ascending; by their first ranks
+    node: int  # index of this rank's
+    local_rank: int  # index of this rank among those of its node
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -38,15 +32,9 @@ class Place(NamedTuple):
 
 
 def arrange(keys: Sequence[str], rank: int) -> Place | None:
-    """Put ranks whose nodes have the same key together.
+    """Return the place of a rank, where those whose nodes have the same key are together.
 
-    Args:
-        keys: of the nodes, in rank order.
-        rank: whose place is asked for.
-
-    Returns:
-        Its place; None if there are fewer than two nodes, or nodes of one rank, or of different
-        numbers of ranks.
+    None if there are fewer than two nodes, or nodes of one rank, or of different numbers of ranks.
     """
     found: dict[str, list[int]] = {}
     for at, key in enumerate(keys):

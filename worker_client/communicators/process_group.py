@@ -42,14 +42,9 @@ KEPT_S = 0.1  # the same, once it was stopped
 
 
 class ProcessGroup:
-    """A process group that one thread uses.
+    """A process group of all ranks that one thread uses, for nothing else.
 
-    Args:
-        group: of all ranks, used for nothing else; its timeout bounds everything here.
-
-    Attributes:
-        rank, size: this rank's number in the group, and how many there are.
-        stopped: nothing is written to any buffer any more.
+    Its timeout bounds everything here. Once it has `stopped`, nothing is written to any buffer.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -27,27 +27,19 @@ class Reconciliation:
         spec: of the new membership.
         ask: makes an all-reduce in it and waits for its end.
         cause: what calls end with that have failed at a rank for another reason.
-
-    Attributes:
-        ends: calls that have ended in it.
-        last: sequence number of its last all-reduce.
     """
 
     def __init__(
         self, spec: JobSpec, ask: Callable[[Operation], None], cause: ReductionError
     ) -> None:
-        self.ends: list[Entry] = []
-        self.last = -1
+        self.ends: list[Entry] = []  # calls that have ended in it
+        self.last = -1  # sequence number of its last all-reduce
         self._me, self._ranks = spec.rank, spec.world_size
         self._ask = ask
         self._cause = cause
 
     def run(self, replay_log: ReplayLog, timeout_s: float) -> None:
         """Bring to their end the calls that have ended at any rank; the others can be made again.
-
-        Args:
-            replay_log: this rank's calls; those that end here are changed.
-            timeout_s: for each question.
 
         Raises:
             RankLostError, NewLossError: another rank is lost; fewer ranks may reconcile.

@@ -18,29 +18,21 @@ _NEVER = (1 << 63) - 1  # a call that none comes after
 
 
 class Entry:
-    """One call.
-
-    Attributes:
-        operation: what the caller asked for.
-        contribution: a copy of what was in the buffer then; empty when the call has ended.
-        attempt: the same call as the current membership makes it; None: not yet, or not any more.
-        result: a copy of the result.
-        error: why it has failed.
-        last: the all-reduce of the current membership that every rank must have finished before
-            this call may be forgotten.
-        admits: whether the result says how many ranks join behind it.
-    """
+    """One call."""
 
     __slots__ = ("admits", "attempt", "contribution", "error", "last", "operation", "result")
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation
-        self.contribution = bytes(operation.view)
+        self.contribution = bytes(operation.view)  # empty when the call has ended
+        # The same call as the current membership makes it; None: not yet, or not any more.
         self.attempt: Operation | None = None
         self.result: bytes | None = None
         self.error: ReductionError | None = None
+        # The all-reduce of the current membership that every rank must have finished before this
+        # call may be forgotten.
         self.last = -1
-        self.admits = False
+        self.admits = False  # whether the result says how many ranks join behind it
 
     @property
     def over(self) -> bool:
@@ -75,11 +67,7 @@ class Entry:
 class ReplayLog:
     """Calls in their order, numbered from 0; threads may share it.
 
-    Args:
-        joins: whether this rank joins a job that runs, and so learns of its number first.
-
-    Attributes:
-        next: number of the next call.
+    A rank that `joins` a job that runs learns first which number its next call has.
     """
 
     def __init__(self, *, joins: bool = False) -> None:
@@ -115,8 +103,7 @@ class ReplayLog:
     def fail(self, number: int, error: ReductionError) -> Entry | None:
         """Have a call fail that has failed at another rank, as soon as it is made here.
 
-        Returns:
-            The call, if it was made and had not ended.
+        Return it if it was made and had not ended.
         """
         with self._lock:
             entry = self._entries.get(number)
@@ -159,11 +146,7 @@ class ReplayLog:
             self._entries = {at: entry for at, entry in self._entries.items() if not entry.over}
 
     def prune(self, reached: float) -> None:
-        """Forget what has ended at every rank.
-
-        Args:
-            reached: the sequence number below which all-reduces of the current membership have.
-        """
+        """Forget what has ended at every rank: all-reduces below `reached` of this membership."""
         with self._lock:
             while self._entries:
                 number, entry = next(iter(self._entries.items()))

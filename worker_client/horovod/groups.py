@@ -19,12 +19,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from reducer.errors import ConfigError, LocalProtocolError, MismatchError, RankLostError
+from worker_client._packing import Pack, kinds
 from worker_client.collectives import AllGather, Broadcast
 from worker_client.fusion.tensor_queue import in_progress
 from worker_client.horovod.objects import as_bytes, decode, dense_copy, encode
 from worker_client.horovod.ops import LINEAR, Handle, Op, choose, divides, on_the_wire, scale_
 from worker_client.staging.arguments import parse_op
-from worker_client.staging.host_buffer import DEVICES, find_dtype
+from worker_client.staging.host_buffer import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -196,13 +197,16 @@ def start_allreduce(
         op, targets = choose(*how), prepare(tensors)
         if not targets:
             raise ConfigError("a group has no tensors: pass a list of at least one")
-        kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in targets]
-        packs = group.client.packs(kinds, parse_op(on_the_wire(op, targets[0].dtype)))
-        members = [[targets[place].detach() for place in pack] for pack in packs]
+        reduction = parse_op(on_the_wire(op, targets[0].dtype))
+        places = group.client.packs(kinds(targets), reduction)
+        members = [[targets[at].detach() for at in of] for of in places]
     works: list[Work] = []
+    packs: list[Pack | None] = []
     packed: list[torch.Tensor] = []
     for at, of in enumerate(members):
-        packed.append(of[0] if len(of) == 1 else torch.cat([one.reshape(-1) for one in of]))
+        pack = Pack(of) if len(of) > 1 else None
+        packs.append(pack)
+        packed.append(of[0] if pack is None else pack.buffer)
         try:
             shapes = short(" ".join(str(tuple(one.shape)) for one in of))
             scale_(packed[at], scales[0])
@@ -214,14 +218,12 @@ def start_allreduce(
             raise
 
     def finish() -> list[torch.Tensor]:
-        for flat, of in zip(packed, members, strict=True):
+        for flat, pack in zip(packed, packs, strict=True):
             if divides(op, flat.dtype):
                 flat.div_(group.size, rounding_mode="trunc")
             scale_(flat, scales[1])
-            if len(of) > 1:
-                parts = torch.split(flat, [one.numel() for one in of])
-                for one, part in zip(of, parts, strict=True):
-                    one.copy_(part.view(one.shape))
+            if pack is not None:
+                pack.unpack()
         return targets
 
     return Handle(works, finish)

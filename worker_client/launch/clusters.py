@@ -19,33 +19,19 @@ _TENSORFLOW = (("chief", "master"), "worker", "ps", "evaluator")
 
 
 class Cluster(NamedTuple):
-    """One replica's view of its job.
-
-    Attributes:
-        launcher: by the names of the tasks.
-        role: of this replica.
-        node_rank: of this replica among those that train; None if it does not.
-        workers: addresses of those that train, by rank.
-        reducers: hosts of the others that reduce.
-        trial: number of the trial, or None.
-        where: the part of the JSON that says which task this is.
-    """
+    """One replica's view of its job."""
 
     launcher: Launcher
     role: Role
-    node_rank: int | None
-    workers: tuple[str, ...]
-    reducers: tuple[str, ...]
+    node_rank: int | None  # among those that train
+    workers: tuple[str, ...]  # addresses of those that train, by rank
+    reducers: tuple[str, ...]  # hosts
     trial: str | None
-    where: str
+    where: str  # the part of the JSON that says which task this is
 
 
 def read(name: str, text: str) -> Cluster:
-    """Read the value of CLUSTER_SPEC or TF_CONFIG.
-
-    Args:
-        name: of the variable.
-        text: its value.
+    """Read the value of CLUSTER_SPEC or TF_CONFIG, which `name` says.
 
     Raises:
         ConfigError: it is malformed, or contradicts itself; the message quotes the offending part.
@@ -96,11 +82,7 @@ def read(name: str, text: str) -> Cluster:
 
 
 def node(notes: Notes, name: str, cluster: Cluster) -> None:
-    """Take note of a replica's place among those that train.
-
-    Raises:
-        ConfigError: MASTER_ADDR or MASTER_PORT is malformed.
-    """
+    """Take note of a replica's place among those that train."""
     if cluster.node_rank is not None:
         notes.put("node_rank", cluster.node_rank, cluster.where)
     notes.put("nodes", max(1, len(cluster.workers)), f"{name} cluster")

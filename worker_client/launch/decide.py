@@ -18,17 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of this process.
-
-    Attributes:
-        argv: program and arguments that it turns into.
-        sets: variables that it has in addition.
-        why: for people, one sentence.
-    """
+    """What becomes of this process."""
 
     argv: tuple[str, ...]
-    why: str
-    sets: Mapping[str, str] = field(default_factory=dict)
+    why: str  # for people, one sentence
+    sets: Mapping[str, str] = field(default_factory=dict)  # variables that it has in addition
 
 
 def decide(
@@ -44,7 +38,7 @@ def decide(
     Args:
         resolved: who this process is.
         environment: its variables.
-        script: what the user wants to be run: ``train.py ARGS``, ``-m module ARGS`` or a program.
+        script: ``train.py ARGS``, ``-m module ARGS`` or a program.
         processes: how many on this node: a number, or ``auto`` for one per GPU, at least one.
         devices: counts the GPUs; called if need be.
 
@@ -129,7 +123,6 @@ def _be_rank(resolved: Resolved, script: Sequence[str], shared: Mapping[str, str
 def _start_ranks(
     resolved: Resolved, script: Sequence[str], count: str, shared: Mapping[str, str]
 ) -> Decision:
-    """Start this node's ranks through torchrun."""
     options = ["--nproc-per-node", count] if count else []
     if resolved.launcher is Launcher.KUBEFLOW:
         why = "torchrun takes the rest from PET_ variables"

@@ -17,20 +17,12 @@ _NAME = re.compile(r"\[[0-9a-fA-F:]+(%[\w.-]+)?\]|[^\s:/\[\],]+")
 
 
 class Notes:
-    """What an environment says, field by field of `Resolved`.
-
-    Args:
-        environment: names and values.
-
-    Attributes:
-        values: by field.
-        reasons: by field, the variable that said so.
-    """
+    """What an environment says, field by field of `Resolved`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.environment = environment
         self.values: dict[str, Any] = {}
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}  # by field, the variable that said so
 
     def get(self, name: str) -> str:
         """Return a variable's value, empty if it is not set."""
@@ -58,11 +50,7 @@ class Notes:
                 return
 
     def meeting_point(self) -> None:
-        """Take note of MASTER_ADDR and MASTER_PORT.
-
-        Raises:
-            ConfigError: one of them is malformed.
-        """
+        """Take note of MASTER_ADDR and MASTER_PORT."""
         if host := self.get("MASTER_ADDR"):
             # torch takes an IPv6 address without its brackets, too.
             if not _NAME.fullmatch(host) and not (
@@ -78,11 +66,7 @@ class Notes:
         self.put("master_port", port, f"chosen by {because}")
 
     def check(self) -> None:
-        """Check that numbers go with each other.
-
-        Raises:
-            ConfigError: they contradict each other; the message quotes both.
-        """
+        """Check that numbers go with each other."""
         for part, whole in (
             ("rank", "world_size"),
             ("local_rank", "local_world_size"),
@@ -103,11 +87,7 @@ class Notes:
 
 
 def refuse(name: str, advice: str, got: object) -> NoReturn:
-    """Refuse what a variable says.
-
-    Raises:
-        ConfigError: always; the message quotes the offending part.
-    """
+    """Raise a ConfigError that quotes the offending part of what a variable says."""
     raise ConfigError(f"{name}: {advice} (got {shown(got)})")
 
 

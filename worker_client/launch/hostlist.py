@@ -17,9 +17,7 @@ _TASKS = re.compile(r"(?P<tasks>[0-9]{1,9})(\(x(?P<times>[0-9]{1,9})\))?")
 def hosts(name: str, text: str) -> list[str]:
     """Return the hosts of a list, in its order.
 
-    Args:
-        name: of the variable, for errors.
-        text: its value. Several brackets in one word are all combined, the last one fastest.
+    Several brackets in one word are all combined, the last one fastest.
 
     Raises:
         ConfigError: it is no such list; the message quotes the offending part.
@@ -45,15 +43,7 @@ def hosts(name: str, text: str) -> list[str]:
 
 
 def tasks(name: str, text: str) -> list[int]:
-    """Return the number of tasks on each node, by node.
-
-    Args:
-        name: of the variable, for errors.
-        text: its value, such as ``2(x3),1``.
-
-    Raises:
-        ConfigError: it is no such list; the message quotes the offending part.
-    """
+    """Return the number of tasks on each node, by node."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())

@@ -19,11 +19,7 @@ def is_pod(environment: Mapping[str, str]) -> bool:
 
 
 def pod(notes: Notes) -> None:
-    """Read what the Trainer sets in a pod; the index of an indexed job is the node's rank.
-
-    Raises:
-        ConfigError: a variable is malformed.
-    """
+    """Read what the Trainer sets in a pod; the index of an indexed job is the node's rank."""
     nodes = notes.get("PET_NNODES")
     if nodes and not re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})?", nodes):
         refuse("PET_NNODES", "write a number of nodes, or MIN:MAX", nodes)

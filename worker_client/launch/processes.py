@@ -66,11 +66,7 @@ def is_mpich(environment: Mapping[str, str]) -> bool:
 
 
 def env(notes: Notes) -> None:
-    """Read what torchrun sets, and whoever imitates it.
-
-    Raises:
-        ConfigError: a variable is malformed.
-    """
+    """Read what torchrun sets, and whoever imitates it."""
     notes.number("rank", "RANK")
     notes.number("world_size", "WORLD_SIZE", least=1)
     notes.number("local_rank", "LOCAL_RANK")
@@ -102,9 +98,6 @@ def open_mpi(notes: Notes) -> None:
     """Read what Open MPI's mpirun sets, in a job of Azure ML or elsewhere.
 
     OMPI_COMM_WORLD_NODE_RANK is not read: it is not the node's number.
-
-    Raises:
-        ConfigError: a variable is malformed.
     """
     notes.number("rank", "OMPI_COMM_WORLD_RANK")
     notes.number("world_size", "OMPI_COMM_WORLD_SIZE", least=1)
@@ -122,11 +115,7 @@ def open_mpi(notes: Notes) -> None:
 
 
 def mpich(notes: Notes) -> None:
-    """Read what MPICH's or Intel's mpiexec sets.
-
-    Raises:
-        ConfigError: a variable is malformed.
-    """
+    """Read what MPICH's or Intel's mpiexec sets."""
     notes.number("rank", "PMI_RANK")
     notes.number("world_size", "PMI_SIZE", least=1)
     notes.number("local_rank", "MPI_LOCALRANKID")

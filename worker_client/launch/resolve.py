@@ -49,9 +49,6 @@ def resolve(environment: Mapping[str, str]) -> Resolved:
     MPI, MPICH, SLURM, CLUSTER_SPEC, TF_CONFIG. The role is what CLUSTER_SPEC or TF_CONFIG says, and
     so are the reducers.
 
-    Args:
-        environment: names and values.
-
     Raises:
         ConfigError: it is malformed or contradicts itself; the message quotes the offending part.
     """
@@ -96,11 +93,7 @@ def _cluster(environment: Mapping[str, str]) -> tuple[str, Cluster | None]:
 
 
 def _compare(notes: Notes, name: str, cluster: Cluster) -> None:
-    """Compare RANK and WORLD_SIZE with the replica's place in a cluster, if both count nodes.
-
-    Raises:
-        ConfigError: they contradict each other; the message quotes both.
-    """
+    """Compare RANK and WORLD_SIZE with the replica's place in a cluster, if both count nodes."""
     said = notes.values
     if said.get("local_world_size", 1) > 1 or "local_rank" in said or not cluster.workers:
         return  # they count processes

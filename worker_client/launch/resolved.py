@@ -38,48 +38,31 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class Resolved:
-    """Who this process is; None is what nobody said.
+    """Who this process is; None is what nobody said."""
 
-    Attributes:
-        launcher: whose variables said who this process is.
-        role: of this replica.
-        rank, world_size: of this process, if a process was started for each rank.
-        local_rank, local_world_size: of this process among those on its node.
-        node_rank, nodes: of this node. Launchers that start one process for each node say no more.
-        master_addr, master_port: where rank 0 lets the others meet.
-        holds_port: the launcher keeps a store there from before the first rank's start until after
-            the last one's end.
-        reducers: ``host:port`` of each, in the same order at every replica.
-        job: its name, the same in all its processes, and not that of another job.
-        generation: version of its membership.
-        restarts: how often the launcher has started it anew.
-        trial: number of the trial, if hyperparameters are tuned.
-        processes: how many the launcher wants on each node, in torchrun's words.
-        reasons: by field, which variable said so.
-        also: other launchers whose variables are there.
-        others: the variable by which this process was started with others, and its value, where
-            nothing says which one of them it is; empty if there is none.
-    """
-
-    launcher: Launcher = Launcher.NONE
+    launcher: Launcher = Launcher.NONE  # whose variables said who this process is
     role: Role = Role.WORKER
-    rank: int | None = None
+    rank: int | None = None  # if a process was started for each rank
     world_size: int | None = None
     local_rank: int | None = None
     local_world_size: int | None = None
-    node_rank: int | None = None
+    node_rank: int | None = None  # launchers that start one process for each node say no more
     nodes: int | None = None
-    master_addr: str | None = None
+    master_addr: str | None = None  # where rank 0 lets the others meet
     master_port: int | None = None
+    # The launcher keeps a store there from before the first rank's start until after the last one's
+    # end.
     holds_port: bool = False
-    reducers: tuple[str, ...] = ()
-    job: str | None = None
+    reducers: tuple[str, ...] = ()  # ``host:port`` of each, in the same order at every replica
+    job: str | None = None  # its name, the same in all its processes, and not that of another job
     generation: int = 0
-    restarts: int = 0
-    trial: str | None = None
-    processes: str | None = None
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    also: tuple[Launcher, ...] = ()
+    restarts: int = 0  # how often the launcher has started it anew
+    trial: str | None = None  # its number, if hyperparameters are tuned
+    processes: str | None = None  # that the launcher wants on each node, in torchrun's words
+    reasons: Mapping[str, str] = field(default_factory=dict)  # by field, which variable said so
+    also: tuple[Launcher, ...] = ()  # other launchers whose variables are there
+    # The variable by which this process was started with others, and its value, where nothing says
+    # which one of them it is.
     others: str = ""
 
     @property

@@ -36,11 +36,7 @@ def job(environment: Mapping[str, str]) -> str:
 
 
 def task(notes: Notes) -> None:
-    """Read what srun sets for a task.
-
-    Raises:
-        ConfigError: a variable is malformed, or contradicts another one.
-    """
+    """Read what srun sets for a task."""
     notes.number("rank", "SLURM_PROCID")
     notes.number("world_size", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", least=1)
     notes.number("local_rank", "SLURM_LOCALID")

@@ -36,18 +36,18 @@ import secrets
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from reducer.errors import ConfigError, MismatchError
 from worker_client import config
+from worker_client._packing import Pack
 from worker_client.client.bootstrap import DEFAULT
 from worker_client.collectives import all_gather_bytes, broadcast
 from worker_client.outer.averaging import Quorum
 from worker_client.outer.fragment import Fragment
-from worker_client.outer.quorum import UNKNOWN
+from worker_client.outer.quorum import UNKNOWN, Rules
 from worker_client.staging.weighted import check_weight
 
 if TYPE_CHECKING:
+    import torch
     from torch._C._distributed_c10d import Store
 
     from reducer.errors import ReductionError
@@ -115,7 +115,7 @@ class OuterOptimizer:
         parameters = [one for one in model.parameters() if one.requires_grad]
         _check(parameters, every, fragments, delay, alpha)
         self._client = DEFAULT.get() if client is None else client
-        grace_s = _check_quorum(self._client, min_ranks, grace, store)
+        self._quorum = _quorum(self._client, min_ranks, grace, store)
         self._every = every
         self._delay = delay
         self._alpha = alpha if alpha is not None else ALPHA if delay else 0.0
@@ -130,13 +130,8 @@ class OuterOptimizer:
         self._loaded = 0  # states
         self._name = ""
         if not self._joining:
+            grace_s = 0.0 if self._quorum is None else self._quorum.rules.grace_s
             self._begin_alike({"min_ranks": min_ranks, "grace": grace_s})
-        if min_ranks is not None and store is not None:
-            self._quorum: Quorum | None = Quorum(
-                self._client, store, min_ranks, grace_s, self._name
-            )
-        else:
-            self._quorum = None
         self._share_quorum()
 
     @property
@@ -261,15 +256,11 @@ class OuterOptimizer:
         """Let the ranks decide anew, as they begin or have loaded the state of a checkpoint."""
         if self._quorum is not None:
             name, steps = f"{self._name}.{self._loaded}", UNKNOWN if self._loaded else 0
-            for fragment in self._fragments:
-                fragment.quorum = self._quorum._replace(name=name, steps=steps)
+            for at, fragment in enumerate(self._fragments, 1):
+                fragment.quorum = self._quorum._replace(name=f"{name}/{at}", steps=steps)
 
     def _begin_alike(self, more: dict[str, Any]) -> None:
-        """Have every rank begin with rank 0's parameters, if all were given the same arguments.
-
-        Args:
-            more: arguments that are not kept here.
-        """
+        """Have every rank begin with rank 0's parameters, if all were given the same arguments."""
         sizes = [fragment.outer.numel() for fragment in self._fragments]
         arguments = {
             "every": self._every,
@@ -289,10 +280,10 @@ class OuterOptimizer:
                     raise MismatchError.between(
                         "OuterOptimizer", name, (first, expected[name]), (rank, got[name])
                     )
-        mine = torch.cat([fragment.outer for fragment in self._fragments])
-        broadcast(self._client, mine, root=first)  # rank 0 may be lost
-        for fragment, part in zip(self._fragments, mine.split_with_sizes(sizes), strict=True):
-            fragment.outer.copy_(part)
+        pack = Pack([fragment.outer for fragment in self._fragments])
+        broadcast(self._client, pack.buffer, root=first)  # rank 0 may be lost
+        pack.unpack()
+        for fragment in self._fragments:
             fragment.restore(0.0)
 
 
@@ -303,11 +294,6 @@ def _check(
     delay: int,
     alpha: float | None,
 ) -> None:
-    """Refuse arguments that make no training.
-
-    Raises:
-        ConfigError: the message says what to write.
-    """
     if not parameters:
         raise ConfigError("the model has no parameter that requires a gradient")
     if any(not one.is_floating_point() or hasattr(one, "to_local") for one in parameters):
@@ -328,18 +314,14 @@ def _check(
         raise ConfigError(f"alpha={alpha}: give 0 to less than 1")
 
 
-def _check_quorum(
+def _quorum(
     client: Client, min_ranks: int | None, grace: float | str | None, store: Store | None
-) -> float:
-    """Refuse arguments by which no ranks could decide; return the grace in seconds.
-
-    Raises:
-        ConfigError: the message says what to write.
-    """
+) -> Quorum | None:
+    """Return how the ranks decide, or refuse arguments by which they could not."""
     if min_ranks is None:
         if grace is not None or store is not None:
             raise ConfigError("grace= and store= go with min_ranks=: give that, or none of them")
-        return 0.0
+        return None
     if not 1 <= min_ranks <= client.world_size:
         raise ConfigError(f"min_ranks={min_ranks}: give 1 to {client.world_size}, the ranks")
     if grace is None or store is None:
@@ -351,7 +333,7 @@ def _check_quorum(
     grace_s = config.patience("grace", grace)
     if not 0 < grace_s < math.inf:
         raise ConfigError(f"grace={grace}: give more than 0 s, and more than an averaging takes")
-    return grace_s
+    return Quorum(client, store, Rules(client.world_size, min_ranks, grace_s, client.timeout_s))
 
 
 def _parts(parameters: list[torch.nn.Parameter], count: int) -> list[list[torch.nn.Parameter]]:

@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
-import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
-from reducer.errors import MismatchError, ReductionError, ReductionTimeout
-from worker_client.outer.averaging import Averaging, Common, Quorum
-from worker_client.outer.quorum import Arrival, Outcome
+from worker_client.outer.averaging import AllRanks, ByQuorum, Common, Quorum
+from worker_client.outer.quorum import Arrival, Outcome, Participant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from reducer.errors import ReductionError
     from worker_client.client.client import Client
-    from worker_client.work import Work
-
-# What a rank says with its pseudo-gradient: 1, which a rank that is lost does not say; the
-# fragment, the step it is in, its outer steps so far, learning rate, momentum.
-_SAID = struct.Struct("<?qqqdd")
-_FIELDS = (
-    ("fragment", "the fragment"),
-    ("step", "the step that they are in"),
-    ("steps", "the outer steps that they have made, as an averaging has failed at some of them"),
-    ("lr", "the outer learning rate"),
-    ("momentum", "the outer momentum"),
-)
 
 log = logging.getLogger(__name__)
 
 
-class _Averaging(NamedTuple):
+class _Pending(NamedTuple):
     """A fragment's mean on its way."""
 
     merges_at: int  # the step in which it is merged
     lr: float
     momentum: float
-    works: tuple[Work, ...] = ()  # none: the mean has come, or it is by quorum
-    said: np.ndarray[Any, np.dtype[np.uint8]] | None = None  # by all ranks: _SAID of each
-    residual: torch.Tensor | None = None  # as it was before
-    by_quorum: Averaging | None = None  # until its mean has come
-    tokens: float = 0.0  # what it is of, by quorum
+    averaging: AllRanks | ByQuorum | None = None  # None: the mean has come
     empty: bool = False  # whether no rank had learned anything
 
 
@@ -81,66 +63,45 @@ class Fragment:
         self._residual = None if client.wire_dtype == "none" else torch.zeros_like(self.outer)
         self._made = 0  # outer steps
         self._known = 0.0  # those that the rank knows of, by quorum
-        self._averaging: _Averaging | None = None
+        self._pending: _Pending | None = None
 
     @property
     def merges_at(self) -> float:
         """The step in which the mean that is on its way is merged; infinity if there is none."""
-        return math.inf if self._averaging is None else self._averaging.merges_at
+        return math.inf if self._pending is None else self._pending.merges_at
 
     @torch.no_grad()
     def begin(
         self, step: int, lr: float, momentum: float, merges_at: int, *, last: bool = False
     ) -> None:
         """Start averaging what the ranks have learned; `last` if it is for the last time."""
-        if self._averaging is not None:  # it was left behind by an interrupt
-            self._wait()
-            self._drop()
+        self._drop()  # what an interrupt has left behind
         for gradient, outer, parameter in zip(
             self._views(self._gradient), self._views(self.outer), self._parameters, strict=True
         ):
             # From what the rank went on from: the outer parameter, rounded to its own type.
             gradient.copy_(outer.to(parameter.dtype)).sub_(parameter.to(gradient))
-        if self.quorum is not None:
-            averaging = Averaging(
-                self.quorum,
-                self._number,
-                Arrival(self._made, self.tokens),
-                (lr, momentum),
-                contribution=self._gradient.clone(),
-                mean=self._gradient,
-                common=Common(self.outer, self._velocity),
-                known=self._known,
-                residual=self._residual,
-                last=last,
+        averaging: AllRanks | ByQuorum
+        if self.quorum is None:
+            said = (self._number, step, self._made, lr, momentum)
+            averaging = AllRanks(self._client, said, self._gradient, self._residual)
+        else:
+            arrival, rules = Arrival(self._made, self.tokens), self.quorum.rules
+            participant = Participant(
+                self._client.rank, rules, arrival, (lr, momentum), known=self._known, last=last
             )
-            self._averaging = _Averaging(
-                merges_at, lr, momentum, by_quorum=averaging, tokens=self.tokens
-            )
-            return
-        said = np.zeros((self._client.world_size, _SAID.size), np.uint8)
-        mine = _SAID.pack(True, self._number, step, self._made, lr, momentum)
-        said[self._client.rank] = np.frombuffer(mine, np.uint8)
-        before = None if self._residual is None else self._residual.clone()
-        told = False
-        try:
-            alike = self._client.all_reduce(said, "sum")
-            told = True
-            mean = self._client.all_reduce(self._gradient, "mean", residual=self._residual)
-        except BaseException as error:
-            if not told:  # the other ranks make both calls
-                self._client.decline(error)
-            raise
-        self._averaging = _Averaging(merges_at, lr, momentum, (alike, mean), said, before)
+            common = Common(self.outer, self._velocity)
+            averaging = ByQuorum(self.quorum, participant, self._gradient, common, self._residual)
+        self._pending = _Pending(merges_at, lr, momentum, averaging)
 
     def merge(self, step: int, alpha: float) -> ReductionError | None:
         """Make the outer step, and have the rank go on from there; or return why there is none."""
-        averaging, error = self._arrived()
-        self._averaging = None
-        if averaging is None:
+        pending, error = self._arrived()
+        self._pending = None
+        if pending is None:
             return error
-        if not averaging.empty:
-            self._make_step(averaging.lr, averaging.momentum)
+        if not pending.empty:
+            self._make_step(pending.lr, pending.momentum)
         self._made += 1
         self.restore(alpha)
         if not alpha:
@@ -149,7 +110,6 @@ class Fragment:
         return None
 
     def _make_step(self, lr: float, momentum: float) -> None:
-        """Move the outer parameters by the mean."""
         # Products and sums one by one: what torch does in one go is rounded once or twice, as the
         # processor has it, and the ranks' processors may differ.
         gradient, velocity = self._gradient, self._velocity
@@ -168,25 +128,21 @@ class Fragment:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a checkpoint's part, once the mean that is on its way has come."""
-        averaging = None
-        if self._averaging is not None:
-            averaging, error = self._arrived()
-            if error is not None:
-                raise error
+        pending, error = self._arrived()
+        if error is not None:
+            raise error
         return {
             "made": self._made,
             "tokens": self.tokens,
             "outer": self.outer.clone(),
             "velocity": self._velocity.clone(),
             "residual": None if self._residual is None else self._residual.clone(),
-            "averaging": averaging and [*averaging[:3], self._gradient.clone()],
+            "averaging": pending and [*pending[:3], self._gradient.clone()],
         }
 
     def load_state_dict(self, state: dict[str, Any], *, own: bool) -> None:
         """Go on from what `state_dict` has returned; `own` if that was at this rank."""
-        if self._averaging is not None:
-            self._wait()  # until then this memory is written to
-        self._averaging = None
+        self._drop()  # until it has ended this memory is written to
         self.alike_at = -1
         self._made = state["made"]
         self.tokens = state.get("tokens", 0.0)
@@ -199,56 +155,36 @@ class Fragment:
         if state["averaging"] is not None:
             merges_at, lr, momentum, mean = state["averaging"]
             self._gradient.copy_(mean)
-            self._averaging = _Averaging(merges_at, lr, momentum)
+            self._pending = _Pending(merges_at, lr, momentum)
 
-    def _arrived(self) -> tuple[_Averaging | None, ReductionError | None]:
+    def _arrived(self) -> tuple[_Pending | None, ReductionError | None]:
         """Wait for the mean; without one, what the rank has learned stays its own."""
-        assert self._averaging is not None
-        averaging = self._averaging
-        if averaging.by_quorum is not None:
-            return self._arrived_by_quorum(averaging, averaging.by_quorum)
-        failed = self._wait()
-        if not failed and averaging.said is not None:
-            failed = _differences(averaging.said)
-        if failed:
-            self._drop()
-            return None, failed[0]
-        self._averaging = averaging._replace(works=(), said=None, residual=None)
-        return self._averaging, None
-
-    def _arrived_by_quorum(
-        self, averaging: _Averaging, made: Averaging
-    ) -> tuple[_Averaging | None, ReductionError | None]:
-        """Wait for the decision, and for the mean if this rank's contribution is in it."""
-        error = made.wait()
-        self._averaging = None
-        if made.outcome in {Outcome.AVERAGED, Outcome.COUNTED}:
-            self.tokens -= averaging.tokens
-        if made.outcome is Outcome.AVERAGED:
-            if made.common is not None:
-                self._shift(made.common.outer - self.outer)
-                self.outer.copy_(made.common.outer)
-                self._velocity.copy_(made.common.velocity)
-            self._made = made.steps
-            self._known = made.steps + 1.0
-            self._averaging = averaging._replace(by_quorum=None, empty=made.empty)
-        elif made.outcome is Outcome.COUNTED:
-            self._shift(made.contribution)
-            self._known = math.inf  # how many there are by now is not known
-        elif made.outcome is Outcome.LEFT_OUT:
+        pending = self._pending
+        if pending is None or pending.averaging is None:
+            return pending, None
+        averaged = pending.averaging.wait()
+        self._pending = None
+        self.tokens -= averaged.tokens
+        if averaged.contribution is not None:
+            self._shift(averaged.contribution)
+        if averaged.common is not None:
+            self._shift(averaged.common.outer - self.outer)
+            self.outer.copy_(averaged.common.outer)
+            self._velocity.copy_(averaged.common.velocity)
+        if averaged.outcome is Outcome.AVERAGED:
+            self._made, self._known = averaged.steps, averaged.steps + 1.0
+            self._pending = pending._replace(averaging=None, empty=averaged.empty)
+        elif averaged.outcome in {Outcome.COUNTED, Outcome.LEFT_OUT}:
+            # How many there are by now is not known: it waits next time, however late it is.
+            self._known = math.inf
+        if averaged.outcome is Outcome.LEFT_OUT:
             self.left_out += 1
-            self._known = math.inf  # it waits next time, however late it is
             log.warning(
                 "the averaging of fragment %d has ended without this rank, which was late: what it "
                 "has learned is part of its next one",
                 self._number,
             )
-            if made.last:
-                error = ReductionTimeout(
-                    "the other ranks have made their last averaging without this one, which was "
-                    "late: what it has learned since its previous one is not in their parameters"
-                )
-        return self._averaging, error
+        return self._pending, averaged.error
 
     @torch.no_grad()
     def _shift(self, by: torch.Tensor) -> None:
@@ -256,18 +192,11 @@ class Fragment:
         for parameter, view in zip(self._parameters, self._views(by), strict=True):
             parameter.copy_(parameter.to(view).add_(view))
 
-    def _wait(self) -> list[ReductionError]:
-        """Wait for the all-reduces in progress, and return their errors."""
-        if self._averaging is not None and self._averaging.by_quorum is not None:
-            self._averaging.by_quorum.wait()
-        works = () if self._averaging is None else self._averaging.works
-        return [error for work in works if (error := _failure(work))]
-
     def _drop(self) -> None:
-        """Forget the mean that is on its way: what was sent for it counts as not sent."""
-        averaging, self._averaging = self._averaging, None
-        if self._residual is not None and averaging is not None and averaging.residual is not None:
-            self._residual.copy_(averaging.residual)
+        """Forget the mean that is on its way, once it has ended."""
+        if self._pending is not None and self._pending.averaging is not None:
+            self._pending.averaging.drop()
+        self._pending = None
 
     @torch.no_grad()
     def _read(self, flat: torch.Tensor) -> None:
@@ -278,31 +207,3 @@ class Fragment:
         """Return the parts of a flat tensor in the shapes of the parameters."""
         parts = flat.split_with_sizes([one.numel() for one in self._parameters])
         return [part.view(one.shape) for part, one in zip(parts, self._parameters, strict=True)]
-
-
-def _failure(work: Work) -> ReductionError | None:
-    """Wait for an all-reduce, and return its error."""
-    try:
-        work.wait()
-    except ReductionError as error:
-        return error
-    return None
-
-
-def _differences(said: np.ndarray[Any, np.dtype[np.uint8]]) -> list[ReductionError]:
-    """Return what the ranks' outer steps differ in."""
-    here = [(rank, _SAID.unpack(row)) for rank, row in enumerate(said)]
-    here = [(rank, values) for rank, values in here if values[0]]  # but for ranks that are lost
-    (first, expected), *others = here
-    return [
-        MismatchError.between(
-            "outer step",
-            field,
-            (first, expected[at]),
-            (rank, values[at]),
-            called=f"{words} (load the state of one checkpoint at all ranks)",
-        )
-        for rank, values in others
-        for at, (field, words) in enumerate(_FIELDS, 1)
-        if values[at] != expected[at]
-    ]

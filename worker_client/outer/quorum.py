@@ -24,38 +24,33 @@ if TYPE_CHECKING:
 UNKNOWN = -1  # outer steps, where ranks have loaded states, until all have said theirs
 
 
+class Rules(NamedTuple):
+    """How averagings are decided, the same at all ranks."""
+
+    world_size: int
+    least: int  # ranks that an averaging needs
+    grace_s: float  # for which these wait for others, by the clock that `look` is given
+    timeout_s: float  # for which a rank waits for so many; and the last averaging, for all
+
+
 class Arrival(NamedTuple):
-    """What a rank says that waits for the next outer step.
+    """What a rank says that waits for the next outer step."""
 
-    Attributes:
-        steps: outer steps that it has.
-        tokens: what its contribution is of, its weight in the mean.
-    """
-
-    steps: int
-    tokens: float
+    steps: int  # outer steps that it has
+    tokens: float  # what its contribution is of, its weight in the mean
 
 
 @dataclass(frozen=True)
 class Register:
-    """What the ranks have decided of one fragment.
+    """What the ranks have decided of one fragment."""
 
-    Attributes:
-        steps: outer steps that are decided; UNKNOWN where they go on from states that were loaded.
-        arrived: the ranks that wait for the next one, and what each of them says.
-        last: whether they make their last averaging, of `OuterOptimizer.finish`.
-        terms: what they must have in common, learning rate and momentum.
-        attempt: number of the latest attempt, from 1.
-        members: who makes it, if it is in progress; else none, and ranks may arrive.
-        counted: by rank, the latest attempt that has decided an outer step with its contribution.
-    """
-
-    steps: int = 0
-    arrived: Mapping[int, Arrival] = field(default_factory=dict)
-    last: bool = False
-    terms: tuple[float, ...] = ()
-    attempt: int = 0
-    members: tuple[int, ...] = ()
+    steps: int = 0  # that are decided; UNKNOWN where ranks go on from states that were loaded
+    arrived: Mapping[int, Arrival] = field(default_factory=dict)  # who waits for the next one
+    last: bool = False  # whether that is their last averaging, of `OuterOptimizer.finish`
+    terms: tuple[float, ...] = ()  # that they have in common: learning rate and momentum
+    attempt: int = 0  # number of the latest, from 1
+    members: tuple[int, ...] = ()  # who makes it, while it is in progress
+    # By rank, the latest attempt that has decided an outer step with its contribution.
     counted: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -95,12 +90,7 @@ class Register:
     ) -> Register:
         """Have a rank wait for the next outer step (2)."""
         others = self.arrived if self.last == last else {}  # regular ones do not wait for the last
-        return replace(
-            self,
-            arrived={**others, rank: arrival},
-            last=last,
-            terms=terms,
-        )
+        return replace(self, arrived={**others, rank: arrival}, last=last, terms=terms)
 
     def begin(self) -> Register:
         """Have those that have arrived make an attempt (3)."""
@@ -145,23 +135,14 @@ class Propose(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """Give up an attempt that is in progress, and begin this one; show the register afterwards.
-
-    Attributes:
-        number: of the attempt.
-        members: that make it.
-        weight: by how much this rank's contribution counts in the mean over them.
-        source: the one that brings others up to date; None if all have all outer steps.
-        steps: outer steps that are decided before this.
-        tokens: what all contributions are of.
-    """
+    """Give up an attempt that is in progress, and begin this one; show the register afterwards."""
 
     number: int
     members: tuple[int, ...]
-    weight: float
-    source: int | None
-    steps: int
-    tokens: float
+    weight: float  # by how much this rank's contribution counts in the mean over them
+    source: int | None  # the one that brings others up to date; None if all have all outer steps
+    steps: int  # outer steps that are decided before this
+    tokens: float  # what all contributions are of
 
 
 class Wait(NamedTuple):
@@ -169,15 +150,10 @@ class Wait(NamedTuple):
 
 
 class End(NamedTuple):
-    """It is over.
-
-    Attributes:
-        outcome: what has become of it.
-        missing: ranks that had not come, if they were too few.
-    """
+    """It is over."""
 
     outcome: Outcome
-    missing: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()  # ranks that had not come, if they were too few
 
 
 class Participant:
@@ -185,12 +161,9 @@ class Participant:
 
     Args:
         rank: in the job.
-        world_size: of the job.
+        rules: of the job.
         arrival: what the rank says.
         terms: what the ranks must have in common.
-        least: ranks that an averaging needs.
-        grace_s: for how long those wait for others, by the clock that `look` is given.
-        timeout_s: for how long the rank waits for so many; and the last averaging, for all.
         known: outer steps that the rank knows of, or infinity if it waits whatever it finds: if
             more are decided when it comes it is late.
         last: whether this is the last averaging, of `OuterOptimizer.finish`.
@@ -199,26 +172,20 @@ class Participant:
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        rules: Rules,
         arrival: Arrival,
         terms: tuple[float, ...],
         *,
-        least: int,
-        grace_s: float,
-        timeout_s: float,
         known: float = math.inf,
         last: bool = False,
     ) -> None:
+        self.arrival = arrival
+        self.last = last
         self._rank = rank
-        self._world_size = world_size
-        self._arrival = arrival
+        self._rules = rules._replace(grace_s=rules.timeout_s) if last else rules
         self._terms = terms
-        self._least = least
-        self._grace_s = timeout_s if last else grace_s
-        self._timeout_s = timeout_s
         self._known = math.inf if last else known
-        self._last = last
-        self._came: float | None = None  # when it was first looked at
+        self._came = math.inf  # when it first looked
         self._arrived = False
         self._waits_for: tuple[int, int] | None = None  # the outer step, and attempts before it
         self._since = math.inf  # when enough ranks had come for that
@@ -247,14 +214,14 @@ class Participant:
 
     def look(self, register: Register, now: float) -> Propose | Attempt | Wait | End:
         """Say what to do, as the register is; `now` in seconds of a monotonic clock."""
-        self._came = now if self._came is None else self._came
+        self._came = min(self._came, now)
         if self._attempt and register.counted.get(self._rank) == self._attempt:
             return self._decided()
         if self._attempt and register.members and register.attempt == self._attempt:
             return self._in_attempt(register)
         if self._rank in register.members:
             return self._begin(register)
-        earlier = not self._arrived and register.arrived.get(self._rank) != self._arrival
+        earlier = not self._arrived and register.arrived.get(self._rank) != self.arrival
         if self._rank in register.arrived and not earlier:  # else it never came to leave
             return self._waiting(register, now)
         if self._arrived:
@@ -264,31 +231,31 @@ class Participant:
     def _arrive(self, register: Register, now: float) -> Propose | Wait | End:
         """Arrive, if ranks may (2)."""
         # The last one waits for its turn; others go on, and come again.
-        if self._last and register.members:
-            return Wait() if now - self._came_at() < self._timeout_s else End(Outcome.LATE)
+        if self.last and register.members:
+            return Wait() if now - self._came < self._rules.timeout_s else End(Outcome.LATE)
         late = register.steps > self._known and self._rank not in register.arrived
-        if late or register.members or (register.last and not self._last):
+        if late or register.members or (register.last and not self.last):
             return End(Outcome.LEFT_OUT)
         self._check(register)
-        return Propose(register.arrive(self._rank, self._arrival, self._terms, last=self._last))
+        return Propose(register.arrive(self._rank, self.arrival, self._terms, last=self.last))
 
     def _waiting(self, register: Register, now: float) -> Propose | Wait:
         """Begin when all are here, or enough for long enough (3); give up when it lasts (6)."""
         self._arrived = True
-        all_here = len(register.arrived) == self._world_size
+        all_here = len(register.arrived) == self._rules.world_size
         if all_here and register.steps == UNKNOWN:
             return Propose(register.begin())
-        if not register.suffices(self._least):
+        if not register.suffices(self._rules.least):
             self._waits_for = None
-            if now - self._came_at() < self._timeout_s:
+            if now - self._came < self._rules.timeout_s:
                 return Wait()
-            missing = tuple(sorted(set(range(self._world_size)) - register.arrived.keys()))
+            missing = tuple(sorted(set(range(self._rules.world_size)) - register.arrived.keys()))
             self._end = End(Outcome.LATE, missing)
-            return Propose(register.without({self._rank}, self._least))
+            return Propose(register.without({self._rank}, self._rules.least))
         if self._waits_for != (register.steps, register.attempt):
             self._waits_for, self._since = (register.steps, register.attempt), now
             self._end = None  # it would have been out, and others have come first
-        if all_here or now - self._since >= self._grace_s:
+        if all_here or now - self._since >= self._rules.grace_s:
             return Propose(register.begin())
         return Wait()
 
@@ -313,9 +280,9 @@ class Participant:
             return Propose(register.decide())
         if self._failed:
             self._end = End(Outcome.LEFT_OUT if self._late_itself else Outcome.FAILED)
-            return Propose(register.without({self._rank}, self._least))
+            return Propose(register.without({self._rank}, self._rules.least))
         if self._late:
-            return Propose(register.without(self._late, self._least))
+            return Propose(register.without(self._late, self._rules.least))
         return Wait()
 
     def _decided(self) -> Wait | End:
@@ -325,12 +292,12 @@ class Participant:
 
     def _check(self, register: Register) -> None:
         """Refuse to wait with ranks that this one does not go with (2)."""
-        if UNKNOWN < register.steps < self._arrival.steps:
+        if UNKNOWN < register.steps < self.arrival.steps:
             raise MismatchError.between(
                 "outer step",
                 "steps",
                 (min(register.counted, default=0), register.steps),
-                (self._rank, self._arrival.steps),
+                (self._rank, self.arrival.steps),
                 called="the outer steps that they have made (load the state of one checkpoint at "
                 "all ranks)",
             )
@@ -342,7 +309,3 @@ class Participant:
                 (self._rank, self._terms),
                 called="the outer learning rate and momentum",
             )
-
-    def _came_at(self) -> float:
-        assert self._came is not None
-        return self._came

@@ -26,13 +26,6 @@ def parse(
 ) -> tuple[ReduceOp, float]:
     """Check the arguments of a call, and return what is to be done and for how many seconds.
 
-    Args:
-        dtype: of the data.
-        op: as of `Client.all_reduce`, as are `name` and `timeout`.
-        name: of the call.
-        timeout: seconds, or text such as ``"5ms"``.
-        default_s: timeout if None was given.
-
     Raises:
         ConfigError: one of them is not supported, or does not go with the data.
     """
@@ -50,15 +43,7 @@ def parse(
 
 
 def refuse_weight(weight: float | None, because: str) -> None:
-    """Refuse a weight where there can be none.
-
-    Args:
-        weight: None, or the weight.
-        because: why, and what to do.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse a weight where there can be none, and say why, and what to do."""
     if weight is not None:
         raise ConfigError(f"weight= goes with data in host memory, without a name: {because}")
 
@@ -75,11 +60,7 @@ def _check_name(name: object) -> None:
 
 
 def parse_op(op: str | ReduceOp) -> ReduceOp:
-    """Return the reduction that a caller names.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
+    """Return the reduction that a caller names."""
     if isinstance(op, ReduceOp):
         return op
     if isinstance(op, str) and op in _REDUCTIONS:

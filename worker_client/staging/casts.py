@@ -96,11 +96,7 @@ def dither(values: Bytes, out: Bytes, dtype: DType) -> None:
 
 
 def select(name: str | None = None) -> Casts:
-    """Return the variant called `name`, or the best one that this machine can run.
-
-    Raises:
-        KeyError: it has no such variant.
-    """
+    """Return the variant called `name`, or the best one that this machine can run."""
     usable = variants()
     return usable[name] if name is not None else next(iter(usable.values()))
 
@@ -134,7 +130,6 @@ def _one_nan(numbers: Array) -> Array:
 
 
 def _round(floats: Array, dtype: DType) -> Array:
-    """Return the bytes that travel."""
     if dtype.is_block:
         filled = np.zeros(dtype.nbytes(floats.size) // dtype.itemsize * BLOCK_VALUES, np.float32)
         filled[: floats.size] = floats

@@ -19,9 +19,6 @@ class CudaDevice:
 
     Both streams are apart from those that compute, so that a GPU copies both ways and computes at
     the same time: it has engines for each.
-
-    Args:
-        device: with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +28,6 @@ class CudaDevice:
             self._to_device = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Return page-locked memory, which the GPU reads and writes without the CPU's help."""
         with self._errors(), torch.cuda.device(self._device):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
@@ -80,12 +76,7 @@ class CudaDevice:
 
 
 class CudaCopy:
-    """A copy that a stream has been given, by `worker_client.staging.device.Copy`.
-
-    Args:
-        done: recorded after it.
-        errors: makes torch's errors ours.
-    """
+    """A copy that a stream has been given, by `worker_client.staging.device.Copy`."""
 
     __slots__ = ("_done", "_errors")
 

@@ -50,14 +50,6 @@ class DeviceCopies:
     """The copies of one call, to page-locked memory and back. Calls refer to it, not it to them.
 
     The caller's thread calls `ask`; everything after that is for the returning thread.
-
-    Args:
-        flat: the tensor's bytes, on the device.
-        device: where the tensor is.
-        blocks: page-locked memory of that device.
-
-    Attributes:
-        device: as given.
     """
 
     def __init__(self, flat: Flat, device: Device, blocks: BufferPool[torch.Tensor]) -> None:
@@ -71,11 +63,7 @@ class DeviceCopies:
     def ask(self, whole: Operation) -> list[Operation]:
         """Ask for the copies to the host, behind what the caller's stream has to do.
 
-        Args:
-            whole: the call; its `view` becomes where the copies are.
-
-        Returns:
-            Its pieces, which are rounded if it is.
+        The call's `view` becomes where they are. Returns its pieces, which are rounded if it is.
 
         Raises:
             ConfigError: the caller's stream is being captured.
@@ -113,22 +101,11 @@ class DeviceCopies:
         return list(self._ways)
 
     def bring_back(self, piece: Operation) -> None:
-        """Ask for the copy to the device of a piece that has its result.
-
-        Raises:
-            DeviceError: the device failed.
-        """
+        """Ask for the copy to the device of a piece that has its result."""
         self._copy_back(*self._ways[piece])
 
     def settle(self, error: Exception | None) -> None:
-        """Wait for the copies to the device, and give the memory back unless the device failed.
-
-        Args:
-            error: of the call.
-
-        Raises:
-            DeviceError: the device failed.
-        """
+        """Wait for the copies to the device, and give the memory back unless the device failed."""
         failed = isinstance(error, DeviceError)
         try:
             try:
@@ -151,15 +128,7 @@ class DeviceCopies:
 
 
 class DeviceStaging:
-    """What a client does with tensors on devices. It has no threads until there is one.
-
-    Args:
-        submit: starts an all-reduce of host memory, in the order of calls.
-        trace: shows what becomes of calls, while there is a timeline.
-
-    Attributes:
-        bytes_reduced: of all pieces so far.
-    """
+    """What a client does with tensors on devices. It has no threads until there is one."""
 
     def __init__(self, submit: Callable[[Operation], object], trace: Trace) -> None:
         self.bytes_reduced = 0
@@ -190,12 +159,9 @@ class DeviceStaging:
         return any(thread.is_current for thread in self._threads)
 
     def all_reduce(self, whole: Operation, flat: Flat) -> None:
-        """Start an all-reduce of a tensor on a device.
+        """Start an all-reduce of a tensor on a device; it ends when the result is there.
 
-        Args:
-            whole: what is asked for, without its `view`; it ends when the result is on the device.
-                Its timeout is for each piece, from when that is in host memory.
-            flat: the tensor's bytes.
+        Its timeout is for each piece, from when that is in host memory.
 
         Raises:
             ConfigError: the current stream is being captured.
@@ -234,8 +200,7 @@ class DeviceStaging:
     def stop(self, wait: bool) -> None:
         """Submit nothing any more, and end what has not; the client submits nothing, either.
 
-        Args:
-            wait: for that to be done, and for copies on their way.
+        With `wait`, return when that is done, and copies on their way have been made.
         """
         with self._lock:
             self._closing = True
@@ -285,8 +250,7 @@ class DeviceStaging:
     def _submit_first(self, failure: Exception | None) -> Exception | None:
         """Submit the pieces of the call that is first in the line, or end them.
 
-        Returns:
-            Why nothing is to be submitted after it: `failure` if there is one, or its own.
+        Return why nothing is to be submitted after it: `failure` if there is one, or its own.
         """
         call, pieces = self._line[0]
         if call is not None:

@@ -28,17 +28,11 @@ _MEMORY = ctypes.c_char * sys.maxsize
 
 
 class HostBuffer(NamedTuple):
-    """A buffer in host memory, ready to be sent and overwritten.
+    """A buffer in host memory, ready to be sent and overwritten."""
 
-    Attributes:
-        view: its bytes; keeps the owner of the memory alive.
-        dtype: element type.
-        write_back: copies the result to where the caller expects it, if `view` is a copy.
-    """
-
-    view: memoryview
+    view: memoryview  # keeps the owner of the memory alive
     dtype: DType
-    write_back: Callable[[], object] | None
+    write_back: Callable[[], object] | None  # if `view` is a copy: to where its caller looks
 
 
 # As `HostBuffer(...)`, which would be a call more in every all-reduce.
@@ -119,19 +113,12 @@ def _dtype_of(array: np.ndarray[Any, Any]) -> DType:
 
 
 class Flat(NamedTuple):
-    """A tensor as contiguous bytes, on its own device.
+    """A tensor as contiguous bytes, on its own device."""
 
-    Attributes:
-        data: one dimension of uint8; the tensor's own memory unless that is not contiguous.
-        dtype: element type of the tensor.
-        target: the tensor, apart from autograd.
-        copy: what `data` are the bytes of, in the tensor's shape, if it is a copy.
-    """
-
-    data: torch.Tensor
-    dtype: DType
-    target: torch.Tensor
-    copy: torch.Tensor | None
+    data: torch.Tensor  # uint8, one dimension; the tensor's own memory if that is contiguous
+    dtype: DType  # of the tensor
+    target: torch.Tensor  # apart from autograd
+    copy: torch.Tensor | None  # what `data` are the bytes of, in its shape, if it is a copy
 
     def write_back(self) -> None:
         """Put a copy's elements where the caller expects them."""

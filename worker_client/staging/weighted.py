@@ -18,10 +18,6 @@ _CASTS = casts.select()
 def weigh(operation: Operation, weight: float) -> list[Operation]:
     """Return the pieces of a weighted mean, which is made of their results at its end.
 
-    Args:
-        operation: the mean without weights.
-        weight: this rank's.
-
     Raises:
         ConfigError: the weight does not go with that.
     """

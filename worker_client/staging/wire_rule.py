@@ -23,13 +23,9 @@ _CAST_OPS = {ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX}  # factors
 
 
 class WireRule:
-    """What float32 tensors travel as.
-
-    Args:
-        wire_dtype: FLOAT16, BFLOAT16 or a type of blocks; None for themselves.
+    """What float32 tensors travel as: FLOAT16, BFLOAT16, a type of blocks; None for themselves.
 
     Attributes:
-        wire_dtype: that.
         setting: what `REDUCTION_WIRE_DTYPE` says for it.
         apart: whether what is rounded is packed with nothing else. A block has one scale: its
             values would depend on what is packed beside them, which is a matter of time.

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo  # torch.distributed's, typed
 
-from worker_client.staging.host_buffer import DTYPES, find_dtype
+from worker_client._packing import Pack, kinds
+from worker_client.staging.host_buffer import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,16 +63,14 @@ def reducible(tensors: Sequence[torch.Tensor], op: Any) -> bool:
 
 def packed(tensors: list[torch.Tensor], client: Client, op: ReduceOp) -> Reduction:
     """Return the reduction of tensors in place, packed where each travels as it would alone."""
-    kinds = [(find_dtype(str(t.dtype).removeprefix("torch.")), t.nbytes) for t in tensors]
-    packs = [[tensors[at] for at in group] for group in client.packs(kinds, op)]
-    buffers = [torch.cat([tensor.detach().reshape(-1) for tensor in pack]) for pack in packs]
+    places = client.packs(kinds(tensors), op)
+    packs = [Pack([tensors[at].detach() for at in group]) for group in places]
 
     def unpack() -> None:
-        for pack, buffer in zip(packs, buffers, strict=True):
-            for tensor, part in zip(pack, _split(buffer, pack), strict=True):
-                _fill(tensor, part)
+        for pack in packs:
+            pack.unpack()
 
-    return Reduction(buffers, tensors, unpack)
+    return Reduction([pack.buffer for pack in packs], tensors, unpack)
 
 
 def scattered(
@@ -86,21 +85,13 @@ def scattered(
         inputs: for each of them one tensor per rank; left as they are.
         rank: this rank.
     """
-    buffers = [torch.cat([one.detach().reshape(-1) for one in per_rank]) for per_rank in inputs]
+    packs = [Pack([one.detach() for one in per_rank]) for per_rank in inputs]
 
     def keep() -> None:
-        for output, buffer, per_rank in zip(outputs, buffers, inputs, strict=True):
-            _fill(output, _split(buffer, per_rank)[rank])
+        for output, pack in zip(outputs, packs, strict=True):
+            output.detach().copy_(pack.parts[rank].view(output.shape))
 
-    return Reduction(buffers, outputs, keep)
-
-
-def _split(buffer: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return torch.split_with_sizes(buffer, [tensor.numel() for tensor in tensors])
-
-
-def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    tensor.detach().copy_(values.view(tensor.shape))
+    return Reduction([pack.buffer for pack in packs], outputs, keep)
 
 
 def take_in(group: ProcessGroup, gloo: ProcessGroupGloo) -> None:

@@ -24,11 +24,6 @@ def run(
 ) -> Generator[dict[str, Any], None, None]:
     """Run `worker_client.commands.demo.train` at every rank and yield what the ranks report.
 
-    Args:
-        workers: number of ranks.
-        servers: addresses of the reducers, none for embedded ones.
-        spec: arguments of `train`.
-
     Raises:
         ReductionError: a rank failed; the message holds the end of what it said.
 

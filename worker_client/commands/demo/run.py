@@ -19,7 +19,7 @@ from rich.table import Table
 
 from reducer.errors import ConfigError
 from reducer.pool import local_pool
-from worker_client.commands.demo import plot, ranks
+from worker_client.commands.demo import ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,16 +31,11 @@ BATCH = 16  # images per rank and step
 
 @dataclass
 class Run:
-    """What one training showed.
+    """What one training showed."""
 
-    Attributes:
-        losses: mean over the ranks, by step.
-        ends: each rank's last report.
-        weights: rank 0's final ones, flat.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    ends: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # mean over the ranks, by step
+    ends: list[dict[str, Any]] = field(default_factory=list)  # each rank's last report
+    # Rank 0's final ones, flat.
     weights: np.ndarray[Any, Any] = field(default_factory=lambda: np.empty(0, np.float32))
 
     @property
@@ -56,12 +51,6 @@ class Run:
 
 def demo(*, workers: int, reducers: int, epochs: int, plot_to: Path) -> int:
     """Train through reducers and through Gloo, print the comparison, draw the loss curves.
-
-    Args:
-        workers: number of DDP ranks.
-        reducers: processes started for them; 0: every rank hosts one.
-        epochs: passes over the training images.
-        plot_to: file for the PNG.
 
     Returns:
         The exit code: 0, or 1 if a run's accuracy is below 95 % or its ranks differ in any bit.
@@ -89,7 +78,7 @@ def demo(*, workers: int, reducers: int, epochs: int, plot_to: Path) -> int:
             ours = _train(progress, "through reducers", workers, servers, epochs, reduced=True)
         gloo = _train(progress, "through Gloo", workers, [], epochs, reduced=False)
     console.print(_table(ours, gloo, workers, reducers))
-    plot.losses({"reducers": ours.losses, "Gloo": gloo.losses}, plot_to)
+    _draw({"reducers": ours.losses, "Gloo": gloo.losses}, plot_to)
     console.print(f"Loss curves: {plot_to}")
     failures = [*_failures("through reducers", ours), *_failures("through Gloo", gloo)]
     for failure in failures:
@@ -158,6 +147,27 @@ def _failures(title: str, run: Run) -> Iterator[str]:
             f"{title}, the test accuracy is {100 * run.accuracy:.1f} %, "
             f"below {100 * ACCURACY_BAR:.0f} %: more --epochs raise it."
         )
+
+
+def _draw(curves: dict[str, list[float]], path: Path) -> None:
+    """Draw loss over step, one line per run, into a PNG; a second panel shows the difference."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (slow to load)
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    for style, (name, values) in zip(("-", ":"), curves.items(), strict=True):
+        above.plot(values, style, label=name, linewidth=2)
+    above.set_yscale("log")
+    above.set_ylabel("training loss")
+    above.set_title("Handwritten digits: the same training through reducers and through Gloo")
+    above.legend()
+    first, second = curves.values()
+    below.plot([abs(a - b) for a, b in zip(first, second, strict=True)], color="gray")
+    below.set_ylabel("|difference|")
+    below.set_xlabel("step")
+    figure.savefig(path, dpi=120)
 
 
 def _check(workers: int, reducers: int, epochs: int) -> None:

@@ -92,11 +92,7 @@ def end_with_parent() -> None:
 def train(*, through_reducers: bool, epochs: int, batch: int, weights_to: str) -> None:
     """Train; report each step's loss, at the end accuracy, speed and a digest of the weights.
 
-    Args:
-        through_reducers: whether gradients are averaged by reducers, or by Gloo.
-        epochs: passes over the training images.
-        batch: images per rank and step.
-        weights_to: file for rank 0's final weights, as one flat NumPy array.
+    Rank 0's final weights go to the file `weights_to`, as one flat NumPy array.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

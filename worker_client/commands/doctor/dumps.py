@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path  # noqa: TC003 (an argument's type)
+from pickle import dumps
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import ConfigError
@@ -18,8 +18,10 @@ from worker_client.client.recording import ORDERED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 MOST_SAID = 10  # calls with a name, of a job
+_FILES = "calls-*.json"
 
 
 class Said(NamedTuple):
@@ -35,23 +37,14 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one rank.
-
-    Attributes:
-        said: what it was.
-        shape: of the tensor.
-        where: place in the program, or nothing.
-        made_ns: when it was made, by the rank's wall clock.
-        open: it had not ended.
-        error: what it failed with, or nothing.
-    """
+    """One call of one rank."""
 
     said: Said
     shape: tuple[int, ...]
-    where: str
-    made_ns: int
-    open: bool
-    error: str
+    where: str  # it was made in the program, or nothing
+    made_ns: int  # by the rank's wall clock
+    open: bool  # it had not ended
+    error: str  # or nothing
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "one element"
@@ -60,45 +53,26 @@ class Call:
 
 @dataclass(frozen=True)
 class Dump:
-    """The latest calls of one rank.
-
-    Attributes:
-        job, generation: whose.
-        rank: whose.
-        ranks: of the job.
-        began_ns, written_ns: when the client began, and when this was written, by its wall clock.
-        changes: ranks have joined the job or left it: calls have had other numbers since.
-        ordered: calls without a name, by number.
-        named: calls with one, by name and number.
-        whole: no earlier call was dropped from the file.
-    """
+    """The latest calls of one rank."""
 
     job: str
     generation: int
     rank: int
     ranks: tuple[int, ...]
-    began_ns: int
+    began_ns: int  # the client; by its wall clock, as the next
     written_ns: int
-    changes: bool
-    ordered: Mapping[int, Call]
+    changes: bool  # ranks have joined or left: calls have had other numbers since
+    ordered: Mapping[int, Call]  # without a name, by number
     named: Mapping[tuple[str, int], Call]
-    whole: bool
+    whole: bool  # no earlier call was dropped from the file
 
 
 class Finding(NamedTuple):
-    """One thing that the files show.
-
-    Attributes:
-        job: of which.
-        rank: that it is about; None for several.
-        call: number of the call, from 0, if it is about one.
-        name: of the call, if it has one.
-        message: the sentence.
-    """
+    """One thing that the files show; what it is not about is None."""
 
     job: str
     rank: int | None
-    call: int | None
+    call: int | None  # its number, from 0
     name: str | None
     message: str
 
@@ -110,7 +84,7 @@ def examine_dumps(directory: Path) -> list[Finding]:
         ConfigError: there are none, or one of them cannot be read.
     """
     by_place: dict[tuple[Path, str, int], list[Dump]] = {}
-    for path in sorted(directory.rglob("calls-*.json")):
+    for path in sorted(directory.rglob(_FILES)):
         dump = _read(path)
         by_place.setdefault((path.parent, dump.job, dump.generation), []).append(dump)
     if not by_place:
@@ -119,6 +93,20 @@ def examine_dumps(directory: Path) -> list[Finding]:
             "at every rank, and copy what they have written to one place if they share none"
         )
     return [finding for dumps in by_place.values() for finding in _findings(dumps)]
+
+
+def pickle_dumps(directory: Path) -> None:
+    """Write each file again as `rank_RANK`, which PyTorch's ``torchfrtrace`` reads.
+
+    Raises:
+        ConfigError: one cannot be written.
+    """
+    for path in directory.rglob(_FILES):
+        pickled = path.with_name(path.stem.replace("calls-", "rank_"))
+        try:
+            pickled.write_bytes(dumps(json.loads(path.read_bytes()), protocol=4))
+        except OSError as error:
+            raise ConfigError(f"{pickled} cannot be written: {error.strerror}") from None
 
 
 def _read(path: Path) -> Dump:
@@ -167,21 +155,15 @@ def _call(entry: Mapping[str, Any]) -> Call:
 
 
 def _findings(dumps: Sequence[Dump]) -> Iterator[Finding]:
-    job = dumps[0].job
     latest = _latest_run(dumps)
     ranks = {rank for dump in latest for rank in dump.ranks}
     silent = sorted(ranks - {dump.rank for dump in latest})
     if silent:
-        yield Finding(
-            job,
-            None,
-            None,
-            None,
-            f"{_ranks(silent)} left no file: the process was killed, or its file is elsewhere",
-        )
+        why = "left no file: the process was killed, or its file is elsewhere"
+        yield Finding(latest[0].job, None, None, None, f"{_ranks(silent)} {why}")
     found: list[Finding] = []
     if not any(dump.changes for dump in latest):  # whose calls have different numbers
-        found = [*_ordered(job, latest), *_named(job, latest)]
+        found = [*_ordered(latest), *_named(latest)]
     yield from found
     if not found:
         for dump in latest:
@@ -198,7 +180,7 @@ def _latest_run(dumps: Sequence[Dump]) -> list[Dump]:
     return sorted(latest, key=lambda one: one.rank)
 
 
-def _ordered(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
+def _ordered(dumps: Sequence[Dump]) -> Iterator[Finding]:
     """Find the first call without a name that not all ranks have made alike."""
     made = [dump for dump in dumps if dump.ordered or dump.whole]
     if len(made) < 2:
@@ -214,15 +196,15 @@ def _ordered(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
         if not odd:
             continue
         if len(said) == len(made) and any(times == also for _, also in others):
-            yield _torn(job, made, number)  # nobody can say which of them is wrong
+            yield _torn(made, number)  # nobody can say which of them is wrong
             return
         alike = [dump for dump in made if said.get(dump.rank) == common]
         for dump in odd:
-            yield _odd(job, dump, alike[0], number, len(alike))
+            yield _odd(dump, alike[0], number, len(alike))
         return
 
 
-def _torn(job: str, made: Sequence[Dump], number: int) -> Finding:
+def _torn(made: Sequence[Dump], number: int) -> Finding:
     """Say that as many ranks have made a call in one way as in another."""
     by_said: dict[Said, list[Dump]] = {}
     for dump in made:
@@ -235,10 +217,10 @@ def _torn(job: str, made: Sequence[Dump], number: int) -> Finding:
         f"ranks disagree on all-reduce {number}, and it shows of none which one is wrong: {told}. "
         "One of them left a call out, or made one more, or another one"
     )
-    return Finding(job, None, number, None, message)
+    return Finding(made[0].job, None, number, None, message)
 
 
-def _odd(job: str, dump: Dump, other: Dump, number: int, others: int) -> Finding:
+def _odd(dump: Dump, other: Dump, number: int, others: int) -> Finding:
     theirs, mine = other.ordered[number], dump.ordered.get(number)
     who = f"{others} other ranks" if others > 1 else f"rank {other.rank}"
     made = f"all-reduce {number} ({theirs}), which {who} made"
@@ -254,7 +236,7 @@ def _odd(job: str, dump: Dump, other: Dump, number: int, others: int) -> Finding
         message = (
             f"rank {dump.rank} made another all-reduce {number} than {who}: {mine}, not {theirs}"
         )
-    return Finding(job, dump.rank, number, None, message)
+    return Finding(dump.job, dump.rank, number, None, message)
 
 
 def _follows(one: Dump, other: Dump, number: int) -> bool:
@@ -271,7 +253,7 @@ def _has_followed(other: Dump, number: int, mine: Call) -> bool:
     return (theirs, mine.said) in pairs and (mine.said, theirs) not in pairs
 
 
-def _named(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
+def _named(dumps: Sequence[Dump]) -> Iterator[Finding]:
     """Find the calls with a name that ranks have not made, or not alike."""
     unfinished = [
         (call.made_ns, key, dump)
@@ -301,9 +283,10 @@ def _named(job: str, dumps: Sequence[Dump]) -> Iterator[Finding]:
         said += 1
         if said <= MOST_SAID:
             rank = (lacking or [differing[0].rank])[0]
-            yield Finding(job, rank, number, name, message)
+            yield Finding(dump.job, rank, number, name, message)
     if said > MOST_SAID:
-        yield Finding(job, None, None, None, f"... and {said - MOST_SAID} more calls with a name")
+        more = f"... and {said - MOST_SAID} more calls with a name"
+        yield Finding(dumps[0].job, None, None, None, more)
 
 
 def _unfinished(dump: Dump) -> Iterator[Finding]:
@@ -312,13 +295,8 @@ def _unfinished(dump: Dump) -> Iterator[Finding]:
     calls += [(f"call {at + 1} of {name!r}", call) for (name, at), call in dump.named.items()]
     what, call = next(((what, call) for what, call in calls if call.error), ("", None))
     if call is not None:
-        yield Finding(
-            dump.job,
-            dump.rank,
-            None,
-            None,
-            f"rank {dump.rank}: {what} ({call}) failed: {call.error}",
-        )
+        message = f"rank {dump.rank}: {what} ({call}) failed: {call.error}"
+        yield Finding(dump.job, dump.rank, None, None, message)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

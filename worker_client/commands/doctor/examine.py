@@ -27,10 +27,7 @@ LONG_ENOUGH_S = 0.25
 def examine(address: str, connect: Callable[[str], Client], listed: Sequence[str]) -> Health:
     """Find out how one reducer is; nothing that is wrong with it is raised.
 
-    Args:
-        address: ``host:port``.
-        connect: joins a job of one worker at a reducer.
-        listed: addresses of all reducers.
+    `connect` joins a job of one worker at an address; `listed` are those of all reducers.
     """
     host, port = split(address)
     try:

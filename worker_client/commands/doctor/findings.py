@@ -30,40 +30,24 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong, and what to do.
-
-    Attributes:
-        kind: for programs.
-        message: one sentence about what was seen.
-        advice: one sentence about what to do.
-        certain: False of what is wrong only in a job of several hosts, if nobody says whether this
-            is one.
-    """
+    """What is wrong, and what to do: a sentence about each."""
 
     kind: Kind
     message: str
     advice: str
+    # False of what is wrong only in a job of several hosts, if nobody says whether this is one.
     certain: bool = True
 
 
 @dataclass(frozen=True)
 class Health:
-    """What was found at one reducer.
+    """What was found at one reducer."""
 
-    Attributes:
-        address: ``host:port``, as in the settings.
-        resolved: the addresses that its name stands for.
-        lanes: connections to it, one for each thread that serves.
-        round_trip_s: of the smallest all-reduce, median.
-        bytes_per_s: to it, and at the same time from it.
-        problem: what is wrong, or None.
-    """
-
-    address: str
-    resolved: tuple[str, ...] = ()
-    lanes: int | None = None
-    round_trip_s: float | None = None
-    bytes_per_s: float | None = None
+    address: str  # ``host:port``, as in the settings
+    resolved: tuple[str, ...] = ()  # the addresses that its name stands for
+    lanes: int | None = None  # connections to it, one for each thread that serves
+    round_trip_s: float | None = None  # of the smallest all-reduce, median
+    bytes_per_s: float | None = None  # to it, and at the same time from it
     problem: Problem | None = None
 
 

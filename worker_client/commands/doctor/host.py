@@ -22,10 +22,7 @@ _ELSEWHERE = "192.0.2.1"
 def examine_host(resolved: Resolved, reducers: Iterable[str], *, told: bool) -> Iterator[Problem]:
     """Yield what keeps this host from rank 0's, and other hosts from Gloo here.
 
-    Args:
-        resolved: what the launcher said.
-        reducers: hosts of the reducers.
-        told: whether GLOO_SOCKET_IFNAME says where Gloo listens, instead of this host's name.
+    `told`: whether GLOO_SOCKET_IFNAME says where Gloo listens, instead of this host's name.
     """
     master = resolved.master_addr
     if master is not None and not _found(master):
