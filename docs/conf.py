@@ -56,6 +56,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "docs/glossary": "Glossary",
         "docs/architecture": "How it is built",
         "reducer/wire/README": "Wire protocol",
+        "docs/conformance": "Conformance",
     },
     "Project": {
         "CONTRIBUTING": "Contributing",

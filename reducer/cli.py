@@ -125,6 +125,16 @@ def _with_options(*settings: str) -> Callable[[Callable[..., None]], Callable[..
     return decorate
 
 
+@app.command()
+def conform(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Of the reducer.")],
+) -> None:
+    """Hold a reducer to the specification of the protocol, case by case; exit 1 if one fails."""
+    from reducer.conformance import cases, transcript  # noqa: PLC0415 (the others need none of it)
+
+    raise typer.Exit(0 if cases.tell(transcript.conform(address), typer.echo) else 1)
+
+
 def _errors_in_form(serve: Callable[..., None]) -> Callable[..., None]:
     @wraps(serve)
     def command(**options: Any) -> None:

@@ -93,6 +93,22 @@ def doctor(
     raise typer.Exit(run.doctor(as_json=as_json))
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def conform(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- COMMAND ARGS", help="Starts one rank; without it, you do."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="How many ranks the job has.")] = 2,
+    show: Annotated[bool, typer.Option("--show", help="Show what the command prints.")] = False,
+) -> None:
+    """Hold a client to the specification of the protocol, case by case; exit 1 if one fails."""
+    from worker_client.commands import conform as its  # noqa: PLC0415 (loads NumPy)
+
+    passed = its.conform(command or [], ranks=ranks, quiet=not show, say=typer.echo)
+    raise typer.Exit(0 if passed else 1)
+
+
 timeline = typer.Typer(help="Files of what happened when, which Perfetto opens.")
 app.add_typer(timeline, name="timeline", no_args_is_help=True)
 

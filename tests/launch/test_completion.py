@@ -28,13 +28,13 @@ def completed(line):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("reducer ", ["status", "top", "plan", "serve", "health", "keygen"]),
+        ("reducer ", ["status", "top", "plan", "conform", "serve", "health", "keygen"]),
         ("reducer serve --kernel ", get_args(KernelName)),
         ("reducer serve --kernel avx", ["avx512", "avx2"]),
         ("reducer serve --log-", ["--log-level", "--log-format"]),
         ("reducer serve --log-format ", ["text", "json"]),
         ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8", "fp8_e4m3"]),
-        ("worker-client ", ["demo", "launch", "doctor", "timeline"]),
+        ("worker-client ", ["demo", "launch", "doctor", "conform", "timeline"]),
         ("worker-client doctor --", ["--json", "--dump", "--pickle", "--help"]),
     ],
 )

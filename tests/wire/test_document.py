@@ -1,11 +1,14 @@
 """README.md is the specification: its tables and the code say the same."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 import reducer.wire
+from reducer import errors
+from reducer.conformance import client_cases
 from reducer.wire import constants, layout, messages
 from reducer.wire.constants import DType, ErrorCode, MessageType, ReduceOp
 from reducer.wire.header import LAYOUT, PREFIX, Header
@@ -51,6 +54,34 @@ def test_codes():
     assert {row[1]: int(row[2]) for row in four} == {d.name: d.itemsize for d in DType}
     assert {row[6]: int(row[5]) for row in four if row[5]} == ReduceOp.__members__
     assert {name: int(code) for code, name, _ in rows(7, 3)} == ErrorCode.__members__
+
+
+def test_fields_that_messages_of_workers_use():
+    table = {name: set(filter(None, used.split(", "))) for name, used, _ in rows(2, 3)}
+    assert table.pop("RETAINED") == {"as CONTRIBUTION"}
+    for kind, used in client_cases.USED.items():
+        if kind is not MessageType.RETAINED:
+            assert table.pop(kind.name) == used
+    assert not any(table.values())
+
+
+def test_details_of_errors():
+    table = {ErrorCode[name]: set(re.findall(r"\w+", text)) for name, text in rows(7, 2)}
+    rank = {"rank": 1}
+    both = {"field": "op", "other_rank": 2, "expected": 1, "got": 2, **rank}
+    for error in (
+        errors.VersionError("", expected="1.0", got="2.0"),
+        errors.StaleGenerationError("", generation=1, current=2),
+        errors.DuplicateRankError("", **rank),
+        errors.MismatchError("", **both),
+        errors.RankLostError("", **rank),
+        errors.ReducerLostError("", reducer="a:1"),
+        errors.ReductionTimeout(""),
+        errors.CapacityError("", limit="window"),
+    ):
+        body = json.loads(messages.encode_error(error))
+        assert body["detail"].keys() <= table.pop(ErrorCode(body["code"]))
+    assert not table
 
 
 def test_who_may_say_what():

@@ -1,0 +1,616 @@
+"""The reference reducer: the specification (`wire/README.md`) as a program, to be read beside it.
+
+It shares no rule with the reducer that serves, and its sockets are libzmq's. What both take from
+`reducer.wire` are the specification's tables, which a test compares with the text, and
+`examples/stranger.py` proves, which imports nothing of ours. Numbers in brackets are sections.
+
+It has one thread, no keys [10], no features, no limits but those that protect other ranks, and no
+memory of jobs that have ended. So it is for conformance, on loopback and private networks:
+
+    python -m reducer.reference tcp://127.0.0.1:5555
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import zmq
+
+from reducer import errors
+from reducer.errors import MismatchError, RankLostError, ReductionError, RemoteProtocolError
+from reducer.kernels.plain import PlainKernels
+from reducer.wire import messages
+from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, PLACES, DType, ReduceOp
+from reducer.wire.constants import MessageType as M
+from reducer.wire.header import Header, check_chunk, fingerprint
+from reducer.wire.layout import LARGEST_CHUNK, charge
+from reducer.wire.messages import Hello, Loss, Stragglers, decode, encode, encode_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# -- what is here [5] -----------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One rank of a job, from its WELCOME to its end."""
+
+    peer: bytes
+    job: Job
+    rank: int
+    window: int
+    watermark: int
+    hello: Hello
+    leaves_at: float | None = None  # if its connection has ended
+
+
+@dataclass(slots=True)
+class Slot:
+    """One chunk, until all ranks have contributed, or claimed that they have the result."""
+
+    first: Header
+    parts: dict[int, tuple[Member, bytes | None]] = field(default_factory=dict)  # None: a claim
+    asked: int | None = None  # the rank that was asked for the result
+
+
+@dataclass(slots=True)
+class Round:
+    """One all-reduce."""
+
+    first: Header | None  # of the contribution that opened it; None if an ABORT did
+    error: ReductionError | None = None
+    slots: dict[int, Slot] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)  # offsets whose result was sent
+    spoke: list[Member] = field(default_factory=list)  # who has said something about it
+    told: set[Member] = field(default_factory=set)
+
+    def waits_for(self, rank: int) -> bool:
+        """Whether it lacks something of this rank, or the result that it was asked for."""
+        slots = self.slots.values()
+        return any(rank not in slot.parts or slot.asked == rank for slot in slots)
+
+
+@dataclass(slots=True)
+class Job:
+    """One generation of a job."""
+
+    key: int
+    generation: int
+    hello: Hello  # of `first_rank`
+    first_rank: int
+    chunk_bytes: int  # the size of the largest chunk [8]
+    members: dict[int, Member] = field(default_factory=dict)
+    lost: dict[int, tuple[Member, RankLostError]] = field(default_factory=dict)
+    rounds: dict[int, Round] = field(default_factory=dict)
+    given_up: list[tuple[int, int, ReductionError]] = field(default_factory=list)
+    losses: dict[int, Loss] = field(default_factory=dict)  # the latest of each reducer
+    # Why ranks were refused that are lacking, so that nothing can succeed.
+    barred: dict[int, MismatchError] = field(default_factory=dict)
+
+    def live(self) -> list[tuple[int, Round]]:
+        """Return the rounds that have not failed."""
+        return [(sequence, one) for sequence, one in self.rounds.items() if one.error is None]
+
+    def missing(self, round_: Round) -> tuple[int, ...]:
+        """Return the ranks that a round waits for, as many as are told."""
+        ranks = range(self.hello.world_size)
+        return tuple(rank for rank in ranks if round_.waits_for(rank))[:128]
+
+    def held(self, member: Member) -> int:
+        """Return what contributions in open slots take of a window, bytes."""
+        slots = [slot for _, round_ in self.live() for slot in round_.slots.values()]
+        parts = [slot.parts.get(member.rank, (None, None)) for slot in slots]
+        return sum(charge(len(data)) for one, data in parts if one is member and data is not None)
+
+    def reached(self) -> int:
+        """Every all-reduce below this number is finished at every rank."""
+        known = [*self.members.values(), *(member for member, _ in self.lost.values())]
+        whole = len(known) == self.hello.world_size
+        return min(member.watermark for member in known) if whole else 0
+
+    def forget(self) -> None:
+        """Forget what no rank will ask about any more."""
+        self.given_up = [given for given in self.given_up if given[1] >= self.reached()]
+        passed = min(member.watermark for member in self.members.values())
+        if len(self.members) + len(self.lost) < self.hello.world_size:
+            passed -= MAX_ROUNDS_AHEAD
+        for sequence in [sequence for sequence in self.rounds if sequence < passed]:
+            del self.rounds[sequence]
+
+
+# -- who may say what, and what comes of it [5, 6] ------------------------------------------------
+
+# Before a rank whose connection broke is lost, and for a member to show that it lives.
+AWAY_S, CONTEST_S = 1.0, 0.5
+PING_S, FORGIVE_S, FAREWELL_S, STRANGER_S, DRAIN_S = 0.5, 10.0, 1.0, 90.0, 2.0
+FROM_MEMBERS = (M.CONTRIBUTION, M.RETAINED, M.ABORT, M.STRAGGLERS, M.SHARD_MAP, M.GOODBYE)
+_EQUAL = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes", "patience_ms")
+
+
+class Reducer:
+    """The rules: messages and time in, messages out. It performs no I/O.
+
+    Attributes:
+        out: what is to be sent: to whom, and the frames.
+        ending: peers that are not listened to any more, and when to close their connections.
+    """
+
+    def __init__(self) -> None:
+        self.out: list[tuple[bytes, list[bytes]]] = []
+        self.ending: dict[bytes, float] = {}
+        self.members: dict[bytes, Member] = {}
+        self._incarnation = secrets.token_hex(8)
+        self._jobs: dict[int, Job] = {}
+        self._now = self._ping_at = 0.0
+        self._waiting: dict[bytes, tuple[float, Header, Hello]] = {}  # for another member's rank
+        self._closing: ReductionError | None = None  # why nobody is admitted
+        self._unknown: dict[bytes, float] = {}  # until when a stranger is not told so again
+        self._handlers = {kind: getattr(self, f"_{kind.name.lower()}") for kind in FROM_MEMBERS}
+
+    def receive(self, peer: bytes, frames: list[bytes]) -> None:
+        """Take one message; whatever is wrong with it concerns its sender alone."""
+        if peer in self.ending:
+            return
+        try:
+            if not 1 <= len(frames) <= 2:
+                raise RemoteProtocolError("a message has one or two frames")
+            header, payload = Header.unpack(frames[0]), b"".join(frames[1:])
+            if header.type is M.HELLO:
+                self._hello(peer, header, decode(Hello, payload))
+                return
+            member = self.members.get(peer)
+            if member is None:
+                raise errors.MembershipError("this reducer does not know you: say HELLO first")
+            if header.type not in self._handlers:
+                raise RemoteProtocolError(f"a member does not say {header.type.name}")
+            known = member.job.key, member.job.generation, member.rank
+            if (header.job, header.generation, header.rank) != known:
+                raise RemoteProtocolError("job, generation and rank are those of the HELLO")
+            beyond = max(header.watermark, member.watermark) + MAX_ROUNDS_AHEAD
+            if beyond <= header.sequence != NO_SEQUENCE:
+                raise errors.CapacityError("too many all-reduces are in flight", limit="rounds")
+            self._handlers[header.type](member, header, payload)
+        except ReductionError as error:
+            self._refuse(peer, error)
+
+    def gone(self, peer: bytes) -> None:
+        """Learn that a connection has ended."""
+        self._waiting.pop(peer, None)
+        member = self.members.get(peer)
+        if member is not None and member.leaves_at is None:
+            member.leaves_at = self._now + AWAY_S
+
+    def tick(self, now: float) -> None:
+        """Do what is due; called several times a second."""
+        self._now = now
+        for member in list(self.members.values()):
+            if member.leaves_at is not None and member.leaves_at <= now:
+                self._leave(member, _lost(member))
+        for peer, (_, header, hello) in list(self._waiting.items()):
+            self._try(peer, header, hello)
+        if now < self._ping_at:
+            return
+        self._ping_at = now + PING_S
+        for job in self._jobs.values():
+            lost = [encode(Stragglers(tuple(job.lost)[:128]))] if job.lost else []
+            for member in job.members.values():
+                self._say(member.peer, Header(M.PING, watermark=job.reached()), *lost)
+            for why in [*job.barred.values()][:1]:
+                self._tell_all(job, why)
+
+    def drain(self, address: str) -> None:
+        """Tell every member that this reducer shuts down, and admit no other."""
+        text = f"reducer {address} is shutting down"
+        self._closing = errors.ReducerLostError(text, reducer=address)
+        for peer in self.members:
+            self._say(peer, Header(M.GOODBYE))
+
+    def _hello(self, peer: bytes, header: Header, hello: Hello) -> None:
+        if header.job != fingerprint(hello.job) or header.rank >= hello.world_size:
+            raise RemoteProtocolError("the header's job is not the body's, or its rank none of it")
+        if peer in self._waiting or peer in self.members:
+            raise RemoteProtocolError("HELLO was said already")
+        due = self._now + hello.patience_ms / 1000 + CONTEST_S
+        self._waiting[peer] = due, header, hello
+        self._try(peer, header, hello)
+
+    def _try(self, peer: bytes, header: Header, hello: Hello) -> None:
+        """Answer a HELLO, unless a live member has its rank and may turn out to be gone."""
+        job = self._jobs.get(header.job)
+        if job is not None and job.generation == header.generation:
+            holder = job.members.get(header.rank)
+            lives = holder is not None and holder.leaves_at is None
+            if lives and self._now < self._waiting[peer][0]:
+                return
+        del self._waiting[peer]
+        try:
+            self._join(peer, header, hello)
+        except ReductionError as error:
+            self._refuse(peer, error)
+
+    def _join(self, peer: bytes, header: Header, hello: Hello) -> None:
+        if self._closing is not None:
+            raise self._closing
+        if (known := self._jobs.get(header.job)) and known.generation == header.generation:
+            self._make_way(known, header, hello)
+        job, earlier = self._jobs.get(header.job), None
+        if job is None or job.generation < header.generation:
+            earlier, largest = job, hello.chunk_bytes or LARGEST_CHUNK
+            job = Job(header.job, header.generation, hello, header.rank, largest)
+            self._jobs[header.job] = job
+        else:
+            self._check_rejoin(job, header, hello)
+        member = Member(peer, job, header.rank, header.window, header.watermark, hello)
+        job.members[header.rank] = self.members[peer] = member
+        job.lost.pop(header.rank, None)
+        if len(job.members) == hello.world_size:
+            job.barred.clear()
+        body = messages.Welcome(self._incarnation, max_chunk_bytes=job.chunk_bytes)
+        self._say(peer, header._replace(type=M.WELCOME, watermark=0), encode(body))
+        job.forget()
+        for loss in job.losses.values():
+            self._say(peer, _of(job, M.SHARD_MAP), encode(loss))
+        if earlier is not None:
+            self._tell_all(earlier, _stale(earlier.hello.job, earlier.generation, job.generation))
+            for one in earlier.members.values():
+                del self.members[one.peer]
+
+    def _make_way(self, job: Job, header: Header, hello: Hello) -> None:
+        """End the earlier life of a rank whose connection broke, as it comes back."""
+        away = [member for member in job.members.values() if member.leaves_at is not None]
+        back = [member for member in away if member.rank == header.rank]
+        whole, other = len(away) == len(job.members), _differ(job.hello.run, hello.run)
+        if back and _goes_on(back[0], header, hello) and not other:
+            self._depart(back[0], _lost(back[0]))  # it lives, so nobody needs to fail
+        elif back or (whole and other):
+            for member in away if whole else back:
+                self._leave(member, _lost(member))
+
+    def _check_rejoin(self, job: Job, header: Header, hello: Hello) -> None:
+        stale = _stale(hello.job, header.generation, job.generation)
+        if header.generation < job.generation or _differ(job.hello.run, hello.run):
+            raise stale
+        ours, theirs = (
+            {**{name: getattr(said, name) for name in _EQUAL}, **said.settings}
+            for said in (job.hello, hello)
+        )
+        for name in (name for name in ours if name in theirs):
+            if ours[name] != theirs[name]:
+                one, other = (job.first_rank, ours[name]), (header.rank, theirs[name])
+                error = MismatchError.between(f"job {hello.job!r}", name, one, other)
+                if len(job.members) < job.hello.world_size:  # or else it is somebody else
+                    job.barred[header.rank] = error
+                    for sequence, round_ in job.live():
+                        self._fail(job, sequence, round_, error)
+                    self._tell_all(job, error)
+                raise error
+        if header.rank in job.members:
+            raise errors.DuplicateRankError("a live worker has this rank", rank=header.rank)
+        if header.rank in job.lost and not _goes_on(job.lost[header.rank][0], header, hello):
+            raise stale
+
+    def _goodbye(self, member: Member, _header: Header, _payload: bytes) -> None:
+        self._leave(member, RankLostError(f"rank {member.rank} left the job", rank=member.rank))
+
+    def _leave(self, member: Member, why: RankLostError) -> None:
+        """Take a member out of its job, and fail the rounds that need it."""
+        self._depart(member, why)
+        for sequence, round_ in member.job.live():
+            if round_.waits_for(member.rank):
+                self._fail(member.job, sequence, round_, why)
+
+    def _depart(self, member: Member, why: RankLostError) -> None:
+        job = member.job
+        del self.members[member.peer], job.members[member.rank]
+        job.lost[member.rank] = member, why
+        if not job.members:
+            del self._jobs[job.key]
+
+    def _contribution(self, member: Member, header: Header, payload: bytes) -> None:
+        check_chunk(header, len(payload), member.job.chunk_bytes)
+        self._advance(member, header)
+        if header.sequence >= member.watermark:
+            self._offer(member, header, payload)
+
+    def _retained(self, member: Member, header: Header, payload: bytes) -> None:
+        """Take a claim, or the result that a member was asked for."""
+        job = member.job
+        check_chunk(header, len(payload) or header.nbytes, job.chunk_bytes)
+        self._advance(member, header)
+        round_ = job.rounds.get(header.sequence)
+        slot = round_.slots.get(header.offset) if round_ else None
+        if not payload and header.sequence >= job.reached():
+            self._offer(member, header, None)
+        elif payload and round_ and slot and slot.asked == member.rank:
+            error = _disagreement(header, round_, slot)
+            if error is None:
+                self._deliver(job, round_, slot, payload)
+            else:
+                self._fail(job, header.sequence, round_, error)
+
+    def _offer(self, member: Member, header: Header, payload: bytes | None) -> None:
+        job, sequence, rank = member.job, header.sequence, member.rank
+        round_ = self._round(member, header)
+        slot = round_.slots.get(header.offset)
+        if round_.error is not None:
+            self._tell(job, sequence, round_)
+            return
+        if any(one.rank == rank and one is not member for one in round_.spoke):
+            self._fail(job, sequence, round_, _lost(member))  # it had begun before it came back
+            return
+        if (slot is not None and rank in slot.parts) or header.offset in round_.done:
+            return
+        most = member.window + 4 * charge(job.chunk_bytes)
+        if payload is not None and job.held(member) + charge(len(payload)) > most:
+            raise errors.CapacityError(f"rank {rank} exceeded its window", limit="window")
+        error: ReductionError | None = _disagreement(header, round_, slot)
+        if slot is None:
+            error = error or next((why for _, why in job.lost.values()), None)
+        if error is not None:
+            self._fail(job, sequence, round_, error)
+            return
+        slot = round_.slots.setdefault(header.offset, Slot(header))
+        slot.parts[rank] = member, payload
+        if len(slot.parts) == job.hello.world_size:
+            self._complete(job, round_, slot)
+        if sequence % PLACES <= 1:
+            self._settle_question(job, sequence - sequence % PLACES)
+
+    def _round(self, member: Member, header: Header) -> Round:
+        job, sequence = member.job, header.sequence
+        round_ = job.rounds.get(sequence)
+        if round_ is None:
+            # An ABORT for place 1 says which epoch its sender is in: for the ranks' question [8].
+            settles = header.type is not M.ABORT or sequence % PLACES == 1
+            given_up = (why for low, high, why in job.given_up if low <= sequence <= high)
+            round_ = job.rounds[sequence] = Round(header if settles else None)
+            round_.error = next(iter(job.barred.values()), None) or next(given_up, None)
+        if member not in round_.spoke:
+            round_.spoke.append(member)
+        return round_
+
+    def _complete(self, job: Job, round_: Round, slot: Slot) -> None:
+        """Bring the result to all that lack it: by a sum, or from a rank that has claimed it."""
+        parts = [slot.parts[rank] for rank in sorted(slot.parts)]
+        given = [data for _, data in parts if data is not None]
+        here = [one for one, data in parts if data is None and job.members.get(one.rank) is one]
+        first = slot.first
+        if len(given) == len(parts):
+            result = np.empty(first.nbytes, np.uint8)
+            PlainKernels().reduce(given, result, DType(first.dtype), ReduceOp(first.op))
+            self._deliver(job, round_, slot, result.tobytes())
+        elif not given or not first.nbytes:
+            self._deliver(job, round_, slot, b"")
+        elif here:
+            slot.asked = here[0].rank
+            self._say(here[0].peer, _to_rank(first, M.RETAINED))
+        else:
+            self._fail(
+                job, first.sequence, round_, next(_lost(one) for one, d in parts if d is None)
+            )
+
+    def _deliver(self, job: Job, round_: Round, slot: Slot, result: bytes) -> None:
+        """Send a result to all that have contributed."""
+        del round_.slots[slot.first.offset]
+        round_.done.add(slot.first.offset)
+        header = _to_rank(slot.first, M.RESULT)._replace(watermark=job.reached())
+        for member, data in slot.parts.values():
+            if data is not None and job.members.get(member.rank) is member:
+                self._say(member.peer, header, result)
+
+    def _abort(self, member: Member, header: Header, payload: bytes) -> None:
+        if header.sequence == NO_SEQUENCE:
+            raise RemoteProtocolError("ABORT needs a sequence number")
+        job, first, last = member.job, header.sequence, header.sequence + header.nbytes
+        error = messages.decode_error(payload, first)
+        if header.nbytes:
+            job.given_up.append((first, last, error))
+            for sequence, round_ in job.live():
+                if first <= sequence <= last:
+                    self._fail(job, sequence, round_, error)
+        elif first >= job.reached():
+            round_ = self._round(member, header)
+            if isinstance(error, errors.ReductionTimeout) and not error.missing:
+                error.missing = job.missing(round_)
+            self._fail(job, first, round_, round_.error or error)
+            self._settle_question(job, first - 1)
+        self._advance(member, header)  # afterwards: the sender is done with this all-reduce
+
+    def _settle_question(self, job: Job, sequence: int) -> None:
+        """End a question if a rank has gone on without it, or in another epoch [8]."""
+        question, call = job.rounds.get(sequence), job.rounds.get(sequence + 1)
+        if not (question and call and question.first and call.first) or question.error:
+            return
+        asked, begun = question.first, call.first
+        if begun.epoch != asked.epoch + 1 and question.waits_for(begun.rank):
+            same, what = begun.epoch == asked.epoch, f"all-reduce {sequence // PLACES}"
+            one = asked.rank, "asked" if same else asked.epoch
+            other = begun.rank, "not asked" if same else begun.epoch
+            name = "question" if same else "epoch"
+            self._fail(job, sequence, question, MismatchError.between(what, name, one, other))
+
+    def _stragglers(self, member: Member, header: Header, _payload: bytes) -> None:
+        job, round_ = member.job, member.job.rounds.get(header.sequence)
+        if round_ is not None and (missing := job.missing(round_)):
+            answer = _of(job, M.STRAGGLERS, header.sequence)
+            self._say(member.peer, answer, encode(Stragglers(missing)))
+
+    def _shard_map(self, member: Member, _header: Header, payload: bytes) -> None:
+        """Pass on that a rank has lost a reducer [6]."""
+        job, loss = member.job, decode(Loss, payload)
+        loss.check_epoch()
+        if loss.reducer >= job.hello.reducers:
+            raise RemoteProtocolError(f"the job has {job.hello.reducers} reducers")
+        known = job.losses.get(loss.reducer)
+        order = loss.epoch, loss.stage, loss.sequence
+        if known is None or order > (known.epoch, known.stage, known.sequence):
+            job.losses[loss.reducer] = loss
+            for other in job.members.values():
+                if other is not member:
+                    self._say(other.peer, _of(job, M.SHARD_MAP), encode(loss))
+
+    def _advance(self, member: Member, header: Header) -> None:
+        if header.watermark > member.watermark:
+            member.watermark = header.watermark
+            member.job.forget()
+
+    def _fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> None:
+        round_.error = error
+        round_.slots.clear()
+        self._tell(job, sequence, round_)
+
+    def _tell(self, job: Job, sequence: int, round_: Round) -> None:
+        assert round_.error is not None
+        for member in job.members.values():
+            if member in round_.spoke and member not in round_.told:
+                round_.told.add(member)
+                self._say(member.peer, _of(job, M.ERROR, sequence), encode_error(round_.error))
+
+    def _tell_all(self, job: Job, error: ReductionError) -> None:
+        for member in job.members.values():
+            self._say(member.peer, _of(job, M.ERROR), encode_error(error))
+
+    def _refuse(self, peer: bytes, error: ReductionError) -> None:
+        """Answer what is not done; a peer that breaks the protocol is told so once."""
+        if type(error) is errors.MembershipError:
+            if self._now < self._unknown.get(peer, 0.0):
+                return
+            self._unknown[peer] = self._now + FORGIVE_S
+        self._say(peer, Header(M.ERROR), encode_error(error))
+        window = isinstance(error, errors.CapacityError) and error.limit == "window"
+        if window or isinstance(error, (RemoteProtocolError, errors.VersionError)):
+            self.ending[peer] = self._now + FAREWELL_S
+            self._waiting.pop(peer, None)
+            if (member := self.members.get(peer)) is not None:
+                text = f"rank {member.rank} broke the protocol: {error}"
+                self._leave(member, RankLostError(text, rank=member.rank))
+
+    def _say(self, peer: bytes, header: Header, *payload: bytes) -> None:
+        self.out.append((peer, [header.pack(), *payload]))
+
+
+def _of(job: Job, kind: M, sequence: int = NO_SEQUENCE) -> Header:
+    return Header(kind, job=job.key, generation=job.generation, sequence=sequence)
+
+
+def _to_rank(contribution: Header, kind: M) -> Header:
+    """Return a contribution's header without what only its sender says."""
+    return contribution._replace(type=kind, watermark=0, rank=0, since=0, history=0)
+
+
+def _goes_on(member: Member, header: Header, hello: Hello) -> bool:
+    other = _differ(member.hello.process, hello.process)
+    return header.watermark >= member.watermark and not other
+
+
+def _differ(one: str, other: str) -> bool:
+    return bool(one and other) and one != other
+
+
+def _lost(member: Member) -> RankLostError:
+    return RankLostError(f"rank {member.rank} died or cannot be reached", rank=member.rank)
+
+
+def _stale(name: str, generation: int, current: int) -> errors.StaleGenerationError:
+    text = f"job {name!r} is in generation {current}, and members of it are here"
+    return errors.StaleGenerationError(text, generation=generation, current=current)
+
+
+def _disagreement(header: Header, round_: Round, slot: Slot | None) -> MismatchError | None:
+    """Return what is wrong if a contribution contradicts an earlier one."""
+    compared = []
+    if (first := round_.first) is not None:
+        compared += [(name, name, first) for name in ("dtype", "total_bytes", "op", "epoch")]
+        compared += [("name", "tag", first)]
+        compared += [("history", "history", first)] if first.since == header.since else []
+    if slot is not None:
+        compared += [("chunk_bytes", "nbytes", slot.first)]
+    for name, of_header, other in compared:
+        ours, theirs = getattr(other, of_header), getattr(header, of_header)
+        if ours != theirs:
+            what = f"all-reduce {header.sequence // PLACES}"
+            return MismatchError.between(what, name, (other.rank, ours), (header.rank, theirs))
+    return None
+
+
+# -- libzmq's sockets -----------------------------------------------------------------------------
+
+LAST_DATA_RECV = 52  # in Linux's tcp_info: for how many milliseconds nothing has come
+Lines = dict[bytes, tuple[socket.socket, float]]  # connections of peers, and since when
+
+
+def serve(bind: str, stop: threading.Event, ready: Callable[[str], object]) -> None:
+    """Serve at ``tcp://HOST:PORT`` until `stop` is set; `ready` is called with ``host:port``."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        for option, value in (
+            *((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 500)),
+            *((zmq.MAXMSGSIZE, 4 << 20), (zmq.HANDSHAKE_IVL, 5000)),
+            *((zmq.HEARTBEAT_IVL, 200), (zmq.HEARTBEAT_TIMEOUT, 60_000)),
+        ):
+            router.setsockopt(option, value)
+        router.bind(bind)
+        address = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        reducer, lines, end = Reducer(), Lines(), 0.0
+        ready(address)
+        while not end or (reducer.members and time.monotonic() < end):
+            if stop.is_set() and not end:
+                end = time.monotonic() + DRAIN_S
+                reducer.drain(address)
+            _step(router, reducer, lines)
+        for line, _ in lines.values():
+            line.close()
+
+
+def _step(router: zmq.Socket[bytes], reducer: Reducer, lines: Lines) -> None:
+    router.poll(50)
+    for _ in range(64):
+        if not router.poll(0):
+            break
+        peer, *frames = router.recv_multipart(copy=False)
+        if peer.bytes not in lines:
+            with suppress(OSError):  # these may be its last words
+                line = socket.socket(fileno=os.dup(int(frames[0].get("__fd"))))
+                lines[peer.bytes] = line, time.monotonic()
+        reducer.receive(peer.bytes, [frame.bytes for frame in frames])
+    now = time.monotonic()
+    reducer.tick(now)
+    ended = [peer for peer in lines if _ends(peer, reducer, lines, now)]
+    for to, message in reducer.out:
+        with suppress(zmq.ZMQError):
+            router.send_multipart([to, *message], zmq.NOBLOCK)
+            continue
+        ended.append(to)  # an unreachable peer shows when something is sent
+    reducer.out.clear()
+    for peer_ in ended:
+        reducer.gone(peer_)
+        if (known := lines.pop(peer_, None)) is not None:
+            with known[0] as line, suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)  # libzmq closes it then
+
+
+def _ends(peer: bytes, reducer: Reducer, lines: Lines, now: float) -> bool:
+    """Whether a connection is to be ended: it is silent, was dropped, or is nobody's for long."""
+    line, since = lines[peer]
+    member = reducer.members.get(peer)
+    if member is None:
+        return reducer.ending.get(peer, since + STRANGER_S) <= now
+    lines[peer] = line, now
+    info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    (silent_ms,) = struct.unpack_from("I", info, LAST_DATA_RECV)
+    return bool(silent_ms > member.hello.patience_ms)
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        serve(sys.argv[1], threading.Event(), print)

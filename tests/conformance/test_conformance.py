@@ -1,0 +1,158 @@
+"""The conformance kit passes what keeps to the specification, and fails what does not."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from reducer import reference
+from reducer.conformance import client_cases, transcript
+from reducer.conformance.cases import attempt
+from tests.commands import run_here
+from tests.conformance import mutations
+from tests.conftest import reducer_here
+from worker_client.client.bootstrap import connect
+from worker_client.commands import conform
+from worker_client.reference import Client
+
+ROOT = Path(__file__).parents[2]
+STRANGER = ROOT / "examples/stranger.py"
+RANK = Path(__file__).with_name("rank.py")
+
+
+@contextmanager
+def reference_here(stop=None):
+    """A reference reducer in a thread."""
+    stop, told = stop or threading.Event(), Queue()
+    thread = threading.Thread(target=reference.serve, args=("tcp://127.0.0.1:0", stop, told.put))
+    thread.start()
+    try:
+        yield told.get(timeout=20)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def compiled_here(**settings):
+    with reducer_here(impl="compiled", **settings) as server:
+        yield server.address
+
+
+REDUCERS = {"compiled": compiled_here, "reference": reference_here}
+
+
+@pytest.mark.parametrize("which", REDUCERS)
+def test_the_kit_passes_a_reducer(which):
+    with REDUCERS[which]() as address:
+        done = run_here(f"reducer conform {address}")
+    failed = [line for line in done.stdout.splitlines() if not line.startswith("ok")]
+    assert (done.returncode, failed[:-1]) == (0, []), "\n".join(failed)
+
+
+@pytest.mark.parametrize("bug", mutations.REDUCERS)
+def test_the_kit_fails_a_reducer_with_a_bug(bug, monkeypatch):
+    name, planted, what = mutations.REDUCERS[bug]
+    monkeypatch.setattr(reference, name, planted)
+    (case,) = (case for case in transcript.cases() if case.what.startswith(what))
+    with reference_here() as address:
+        assert attempt(case, address).problem
+
+
+def conforms(*command, scenarios=client_cases.SCENARIOS, monkeypatch=None):
+    """Return the lines of the cases that fail, with a client that a command starts."""
+    said = []
+    if monkeypatch is not None:
+        monkeypatch.setattr(client_cases, "SCENARIOS", scenarios)
+    passed = conform.conform(
+        [sys.executable, *map(str, command)], ranks=2, quiet=True, say=said.append
+    )
+    failed = [line for line in said[:-1] if not line.startswith("ok")]
+    assert passed == (not failed)
+    return failed
+
+
+def test_the_kit_passes_the_stranger():
+    assert conforms(STRANGER) == []
+
+
+@pytest.mark.extended("test_the_kit_passes_the_stranger")
+@pytest.mark.parametrize("which", ["ours", "reference"])
+def test_the_kit_passes_a_client(which, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert conforms(RANK, which) == []
+
+
+@pytest.mark.parametrize("bug", mutations.CLIENTS)
+def test_the_kit_fails_a_client_with_a_bug(bug, tmp_path, monkeypatch):
+    words, planted, what = mutations.CLIENTS[bug]
+    source = STRANGER.read_text()
+    assert words in source
+    (tmp_path / "stranger.py").write_text(source.replace(words, planted))
+    some = tuple(
+        scenario
+        for scenario in client_cases.SCENARIOS
+        if any(what in f"{scenario.goal}: {said}" for _, said, _ in scenario.checks)
+    )
+    failed = conforms(tmp_path / "stranger.py", scenarios=some, monkeypatch=monkeypatch)
+    assert any(what in line for line in failed), failed
+
+
+def two_threads_here():
+    return compiled_here(threads=2)
+
+
+@pytest.mark.parametrize("here", [compiled_here, two_threads_here, reference_here])
+def test_three_implementations_are_ranks_of_one_job(here):
+    with here() as address:
+        told = {"WORLD_SIZE": "3", "REDUCTION_SERVERS": address, "REDUCTION_JOB": "three"}
+        told |= {"REDUCTION_CHUNK_BYTES": "65536", "PYTHONPATH": str(ROOT)}
+        programs = [(STRANGER,), (RANK, "ours"), (RANK, "reference")]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *program], env={**os.environ, **told, "RANK": str(at)}
+            )
+            for at, program in enumerate(programs)
+        ]
+        try:
+            assert [rank.wait(60) for rank in ranks] == [0, 0, 0]
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
+def test_a_reference_and_a_client_go_on_together_without_a_reducer():
+    """The map, heirs, claims and the ranks' question are understood alike by both."""
+    ends, failed = threading.Event(), []
+
+    def calls(rank, all_reduce):
+        for call in range(14):
+            array = np.arange((1000, 300_000, 20_000)[call % 3], dtype=np.float32) % 97
+            mine = array * (rank + 1)
+            all_reduce(mine)
+            failed.extend([call] * (not (mine == array * 3).all()))
+            if call == 4:
+                ends.set()
+            time.sleep(0.05)
+
+    def by_the_reference(servers):
+        client = Client(servers, "map", 0, 2, timeout_s=30)
+        calls(0, client.all_reduce)
+        client.close()
+
+    with ExitStack() as stack:
+        here = (reference_here(), reference_here(ends), compiled_here())
+        servers = [stack.enter_context(one) for one in here]
+        rank = threading.Thread(target=by_the_reference, args=(servers,))
+        rank.start()
+        stack.callback(rank.join)
+        with connect(rank=1, world_size=2, servers=",".join(servers), job="map") as client:
+            calls(1, lambda array: client.all_reduce(array, op="sum").wait(30))
+            assert (failed, client.losses) == ([], 1)
