@@ -13,7 +13,7 @@ CROSS_TOOLS := qemu-aarch64:qemu-user $(CROSS)-gcc:gcc-$(CROSS),libc6-dev-arm64-
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
 	slurmctld slurmd prometheus $(CROSS_TOOLS)
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
-BUILD = REDUCTION_BUILD_STABLE_ABI=1 REDUCTION_BUILD_REQUIRED=1 \
+BUILD = REDUCTION_BUILD_STABLE_ABI=1 \
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
 UNPACKED := build/kubernetes-tools
 # By schemas that it brings along.

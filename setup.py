@@ -9,14 +9,13 @@ from pathlib import Path
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError
 
 # What a debug build is watched by: memory, and what no C program may do; or data races.
 WATCHED = {"1": "address,undefined", "threads": "thread"}.get(
     os.environ.get("REDUCTION_BUILD_DEBUG", "")
 )
 DEBUG = WATCHED is not None
-# What is built for others is to be fast, or not to be built.
-REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
 # For every Python from 3.11 on, whose stable ABI has all that the extensions use; it has no buffers
 # before. A build in place is for one Python alone: its name would come before this one's.
 ABI3 = os.environ.get("REDUCTION_BUILD_STABLE_ABI") == "1"
@@ -25,13 +24,40 @@ REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
-FLAGS = ["-O0", "-g", f"-fsanitize={WATCHED}"] if DEBUG else ["-O3", "-g0"]
-FLAGS += ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-ffp-contract=off"]
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off"]
+FLAGS += ["-Wall", "-Wextra", "-Werror=format-security"]
+LINK_FLAGS = []
+# Speed and hardening are a packager's to choose: CFLAGS and LDFLAGS, where they are set, stand
+# alone. What is compiled here reads the bytes of strangers.
+if DEBUG:
+    FLAGS += ["-O0", "-g", f"-fsanitize={WATCHED}"]
+    LINK_FLAGS += [f"-fsanitize={WATCHED}"]
+elif not os.environ.get("CFLAGS"):
+    FLAGS += ["-O3", "-g0", "-fstack-protector-strong"]
+    FLAGS += ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]  # some compilers define another one
+if not DEBUG and not os.environ.get("LDFLAGS"):
+    LINK_FLAGS += ["-Wl,-z,relro,-z,now"]
 
 ABI3_SINCE = 11  # Python 3.11 is the first with buffers
 if ABI3:
     FLAGS.append(f"-DPy_LIMITED_API=0x03{ABI3_SINCE:02x}0000")
-LINK_FLAGS = [f"-fsanitize={WATCHED}"] if DEBUG else []
+
+NEEDS = (
+    "the package is compiled when it is installed from its sources: install a C compiler and "
+    "Python's headers (on Debian: apt-get install gcc libc6-dev python3-dev; on Fedora: dnf "
+    "install gcc python3-devel), or the package from a wheel, which needs neither"
+)
+
+
+def jobs():
+    """Return how many compilers may run at once: what make, or a package's build, says.
+
+    Where neither does, as many as there are CPUs for this process.
+    """
+    said = " ".join(os.environ.get(name, "") for name in ("MAKEFLAGS", "DEB_BUILD_OPTIONS"))
+    limits = re.findall(r"(?:-j ?|parallel=)(\d+)", said)
+    return min(map(int, limits), default=len(os.sched_getaffinity(0)))
+
 
 KERNELS = "reducer/kernels"
 # What speaks ZMTP, sans I/O, and over sockets.
@@ -100,7 +126,7 @@ extensions = cythonize(
             extra_link_args=LINK_FLAGS,
         ),
     ],
-    nthreads=os.cpu_count(),
+    nthreads=jobs(),
     shared_utility_qualified_name=SHARED,
     compiler_directives={
         "language_level": "3",
@@ -110,9 +136,6 @@ extensions = cythonize(
         "cdivision": True,
     },
 )
-for extension in extensions:
-    # The plain twins serve instead. cythonize drops this option.
-    extension.optional = not REQUIRED
 
 
 class BuildApart(build_ext):
@@ -125,7 +148,10 @@ class BuildApart(build_ext):
         """Build one extension; threads do this side by side."""
         apart = copy.copy(self)
         apart.build_temp = str(Path(self.build_temp, ext.name))
-        super(BuildApart, apart).build_extension(ext)
+        try:
+            super(BuildApart, apart).build_extension(ext)
+        except CCompilerError as error:
+            raise CompileError(f"{ext.name}: {error}\n{NEEDS}") from None
 
 
 def description():
@@ -155,7 +181,7 @@ setup(
     ext_modules=extensions,
     cmdclass={"build_ext": BuildApart},
     options={
-        "build_ext": {"parallel": os.cpu_count()},
+        "build_ext": {"parallel": jobs()},
         **({"bdist_wheel": {"py_limited_api": f"cp3{ABI3_SINCE}"}} if ABI3 else {}),
     },
 )

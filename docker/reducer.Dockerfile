@@ -17,7 +17,7 @@ WORKDIR /src
 COPY . .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
-    CFLAGS=-g0 REDUCTION_BUILD_REQUIRED=1 PIP_CONSTRAINT=/src/constraints.txt \
+    PIP_CONSTRAINT=/src/constraints.txt \
         /build/bin/pip wheel -q --no-deps -w /wheels . \
     && /build/bin/pip --python /opt/reducer/bin/python install -q --no-cache-dir --no-compile \
         -c constraints.txt /wheels/*.whl

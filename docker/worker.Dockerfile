@@ -30,7 +30,7 @@ WORKDIR /src
 COPY . .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
-    CFLAGS=-g0 REDUCTION_BUILD_REQUIRED=1 PIP_CONSTRAINT=/src/constraints.txt \
+    PIP_CONSTRAINT=/src/constraints.txt \
         pip wheel -q --no-deps -w /wheels .
 
 FROM python
