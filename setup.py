@@ -4,6 +4,7 @@ import copy
 import os
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 from Cython.Build import cythonize
@@ -43,25 +44,17 @@ if ABI3:
     FLAGS.append(f"-DPy_LIMITED_API=0x03{ABI3_SINCE:02x}0000")
 
 NEEDS = (
-    "the package is compiled when it is installed from its sources: install a C compiler and "
-    "Python's headers (on Debian: apt-get install gcc libc6-dev python3-dev; on Fedora: dnf "
-    "install gcc python3-devel), or the package from a wheel, which needs neither"
+    "from its sources the package is compiled: install a C compiler, Python's headers, pkg-config "
+    "and libsodium's headers (on Debian: apt-get install gcc libc6-dev python3-dev pkg-config "
+    "libsodium-dev; on Fedora: dnf install gcc python3-devel pkgconf-pkg-config libsodium-devel), "
+    "or install a wheel, which needs none of them"
 )
-
-
-def jobs():
-    """Return how many compilers may run at once: what make, or a package's build, says.
-
-    Where neither does, as many as there are CPUs for this process.
-    """
-    said = " ".join(os.environ.get(name, "") for name in ("MAKEFLAGS", "DEB_BUILD_OPTIONS"))
-    limits = re.findall(r"(?:-j ?|parallel=)(\d+)", said)
-    return min(map(int, limits), default=len(os.sched_getaffinity(0)))
-
 
 KERNELS = "reducer/kernels"
 # What speaks ZMTP, sans I/O, and over sockets.
 ZMTP = [f"reducer/zmtp/{name}.c" for name in ("zmtp", "curve")]
+# What calls libsodium.
+SODIUM = {"reducer/zmtp/curve.c", "reducer.zmtp._keys"}
 ENGINE = [*ZMTP, *(f"reducer/zmtp/{name}.c" for name in ("connection", "pair", "pulse"))]
 # By its extension: what each is built from, besides its own .pyx.
 SOURCES = {
@@ -76,6 +69,7 @@ SOURCES = {
         *ENGINE,
         "reducer/failpoints/failpoints.c",
     ],
+    "reducer.zmtp._keys": [],
     "reducer.zmtp._zmtp": ZMTP,
     "worker_client.protocol._flight": (
         FLIGHT := [
@@ -102,6 +96,26 @@ HEADERS = [
 
 # What Cython makes of every memoryview, compiled once instead of once in each module.
 SHARED = "reducer._cyutility"
+
+
+def jobs():
+    """Return how many compilers may run at once: what make, or a package's build, says.
+
+    Where neither does, as many as there are CPUs for this process.
+    """
+    said = " ".join(os.environ.get(name, "") for name in ("MAKEFLAGS", "DEB_BUILD_OPTIONS"))
+    limits = re.findall(r"(?:-j ?|parallel=)(\d+)", said)
+    return min(map(int, limits), default=len(os.sched_getaffinity(0)))
+
+
+def libsodium(kind):
+    """Return what pkg-config has the compiler (``--cflags``) or the linker (``--libs``) told."""
+    command = [os.environ.get("PKG_CONFIG") or "pkg-config", kind, "libsodium"]
+    try:
+        return subprocess.check_output(command, text=True).split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompileError(f"libsodium is not found: {error}\n{NEEDS}") from None
+
 
 extensions = cythonize(
     [
@@ -143,6 +157,15 @@ class BuildApart(build_ext):
 
     Otherwise one may be linked with an object that another one is just writing.
     """
+
+    def run(self):
+        """Build all extensions; those that seal frames, or make keys, with libsodium."""
+        cflags, libs = libsodium("--cflags"), libsodium("--libs")
+        for extension in self.extensions:
+            extension.extra_compile_args = FLAGS + cflags
+            if SODIUM & {extension.name, *extension.sources}:
+                extension.extra_link_args = LINK_FLAGS + libs
+        super().run()
 
     def build_extension(self, ext):
         """Build one extension; threads do this side by side."""

@@ -157,12 +157,19 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/__init__.py worker_client/outer/*", (DOCS,)),
     ("worker_client/horovod/* worker_client/torch_backend/*", (DOCS,)),
     ("tests/frameworks/torch_suite.py", (TORCH_SUITE,)),
-    ("docker/* tests/containers/* .dockerignore MANIFEST.in", (CONTAINERS,)),
-    ("docker/vertex/* docker/azureml/* tests/containers/test_manifests.py", (CLOUDS,)),
+    (
+        "docker/* tests/containers/* .dockerignore MANIFEST.in build.lock runtime.lock",
+        (CONTAINERS,),
+    ),
+    (
+        "docker/vertex/* docker/azureml/* tests/containers/test_manifests.py "
+        "constraints-clouds.txt",
+        (CLOUDS,),
+    ),
     ("docker/vertex/*", ("tests/launch/test_vertex.py",)),
     ("docker/grafana/* docker/prometheus/*", ("tests/reducer/test_prometheus.py",)),
-    ("release.lock MANIFEST.in reducer/monitoring/page/*", (f"{JOBS}wheel.py",)),
-    ("release.lock tests/wheels/* *.pyx *.pxd", (WHEELS,)),
+    ("build.lock MANIFEST.in reducer/monitoring/page/*", (f"{JOBS}wheel.py",)),
+    ("build.lock release.lock tests/wheels/* *.pyx *.pxd", (WHEELS,)),
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
     ("torture/*", ("tests/torture",)),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
+import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,8 @@ JOB_NAME = "job.name"
 POOL, JOBS = "pool", "jobs"  # directories that `reducer keygen` makes
 _NAMED_BY = "REDUCTION_KEYS, or --keys of `reducer serve`, names the directory of keys"
 _MOST_BYTES = 1 << 20  # far more than any of them has
-_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
+KEY_DIGITS = 40  # of a key, in Z85
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,35 @@ class KeyPair:
     secret: str = field(repr=False)
 
 
+def encode(key: bytes) -> str:
+    """Return a key of 32 bytes in Z85 (RFC 32): five digits for every four bytes."""
+    words = struct.unpack(">8I", key)
+    return "".join(_DIGITS[word // 85**at % 85] for word in words for at in (4, 3, 2, 1, 0))
+
+
+def decode(text: str) -> bytes:
+    """Return the 32 bytes of a key in Z85.
+
+    Raises:
+        ValueError: it is no key; the message does not repeat it.
+    """
+    digits = [_DIGITS.find(digit) for digit in text[: KEY_DIGITS + 1]]
+    words = [
+        sum(digit * 85**at for digit, at in zip(digits[begin:], (4, 3, 2, 1, 0), strict=False))
+        for begin in range(0, len(digits), 5)
+    ]
+    if len(digits) != KEY_DIGITS or min(digits) < 0 or max(words) >= 1 << 32:
+        raise ValueError(f"a key has {KEY_DIGITS} characters of Z85")
+    return struct.pack(">8I", *words)
+
+
 def is_key(text: str) -> bool:
-    """Whether this can be a key: 40 characters of Z85."""
-    return _KEY.fullmatch(text) is not None
+    """Whether this is a key in Z85."""
+    try:
+        decode(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read(directory: Path, name: str) -> str:

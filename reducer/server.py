@@ -21,9 +21,7 @@ from reducer.monitoring.observer import Observer, StatusInbox
 from reducer.runtime import implementation
 from reducer.runtime.faults import FaultyEngine, around
 from reducer.runtime.guard import LOOK_S, Guard
-from reducer.runtime.keyring import Reader
-from reducer.runtime.plain_transport import make_context
-from reducer.runtime.zap import Gate, Refusals
+from reducer.runtime.keyring import Reader, Refusals
 from reducer.timeline import LogEvents, Timeline
 from reducer.units import is_private
 from reducer.wire.constants import PLACES
@@ -86,7 +84,10 @@ class Server:
         memory = memory_limit(config)
         self.context: Any = {}
         self._libzmq, self._gate = None, None
-        if chosen is implementation.PLAIN:
+        if chosen.name == "plain":
+            from reducer.runtime.plain_transport import make_context  # noqa: PLC0415 (with libzmq)
+            from reducer.runtime.zap import Gate  # noqa: PLC0415 (likewise)
+
             _check_private(config.bind)
             self.context = self._libzmq = make_context(
                 config.io_threads * config.threads, config.cpus

@@ -18,6 +18,7 @@ FLOORS = {
     "_kernels": {"kernels", "wire", "errors"},
     "_slots": {"engine", "wire"},
     "_loop": {"engine", "failpoints", "kernels", "runtime", "wire", "zmtp"},
+    "_keys": {"keyfiles", "zmtp"},
     "_zmtp": {"zmtp"},
 }
 # ... and what those of the worker's client may take from it.
@@ -136,6 +137,10 @@ def loaded_by(code):
 
 def test_importing_the_client_loads_nothing_heavy():
     assert not loaded_by("import worker_client") & HEAVY
+
+
+def test_a_reducer_and_keygen_load_no_libzmq():
+    assert "zmq" not in loaded_by("import reducer.cli, reducer.commands.keygen, reducer.server")
 
 
 def test_using_a_client_needs_no_framework():

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from reducer import failpoints
 from reducer.errors import ConfigError
 from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.runtime.plain_transport import PlainTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,9 +53,6 @@ class Implementation(NamedTuple):
     inproc: str
 
 
-PLAIN = Implementation("plain", PlainFlight, PlainTransport, failpoints.arm, inproc="inproc://")
-
-
 def select(name: str | None) -> Implementation:
     """Return the implementation called ``plain`` or ``compiled``; of None, the best there is.
 
@@ -64,14 +60,20 @@ def select(name: str | None) -> Implementation:
         ConfigError: the compiled one was asked for and cannot be had; the message says why.
     """
     if name == "plain":
-        return PLAIN
+        return _plain()
     try:
         return _compiled()
     except ConfigError as error:
         if name is not None:
             raise
         log.info("the plain implementation serves, which is slower: %s", error)
-        return PLAIN
+        return _plain()
+
+
+def _plain() -> Implementation:
+    from worker_client.runtime.plain_transport import PlainTransport  # noqa: PLC0415 (with libzmq)
+
+    return Implementation("plain", PlainFlight, PlainTransport, failpoints.arm, inproc="inproc://")
 
 
 def _compiled() -> Implementation:
