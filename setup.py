@@ -25,8 +25,8 @@ REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
-FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off"]
-FLAGS += ["-Wall", "-Wextra", "-Werror=format-security"]
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-Wall", "-Wextra"]
+FLAGS.append("-Werror=format-security")
 LINK_FLAGS = []
 # Speed and hardening are a packager's to choose: CFLAGS and LDFLAGS, where they are set, stand
 # alone. What is compiled here reads the bytes of strangers.

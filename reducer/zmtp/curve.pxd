@@ -1,4 +1,4 @@
-"""Keys of the classes over what speaks CURVE: `curve.h` declared once, and libsodium's own calls."""
+"""Keys of the classes over what speaks CURVE: `curve.h` declared once, and calls of libsodium."""
 
 from cpython.bytes cimport PyBytes_AsString
 from libc.stdint cimport uint8_t
