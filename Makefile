@@ -19,6 +19,8 @@ BUILD = REDUCTION_BUILD_STABLE_ABI=1 \
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
 UNPACKED := build/kubernetes-tools
 UNPACKED_CROSS := build/$(CROSS)
+LOCK = $(BIN)/uv pip compile -q --no-annotate --python-version 3.11 --python-platform linux \
+	--custom-compile-command "make locks"
 # By schemas that it brings along.
 JUDGE := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 # Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
@@ -41,7 +43,7 @@ SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
 	test-versions build-tools test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize \
-	sanitize-threads audit sbom release wheels clean
+	sanitize-threads audit sbom locks release wheels clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
@@ -168,6 +170,14 @@ sbom: build/runtime/ready .venv/security-ready
 	mkdir -p dist
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o dist/sbom.cdx.json \
 		build/runtime/bin/python
+
+# What images have at run time, what compiles the package, both with the hashes of every machine's
+# files, and what test-clouds uses; of the first two, the versions in constraints.txt.
+locks: .venv/versions-ready
+	rm -f runtime.lock build.lock constraints-clouds.txt
+	$(LOCK) --generate-hashes -c constraints.txt -o runtime.lock pyproject.toml
+	printf 'cython\nsetuptools\n' | $(LOCK) --generate-hashes -c constraints.txt -o build.lock -
+	$(LOCK) --extra clouds --extra dev -o constraints-clouds.txt pyproject.toml
 
 # A source distribution, and wheels for every Python from 3.11 on, built by exactly what build.lock
 # and release.lock name: for this architecture and, where its compiler is, for 64-bit Arm. For that

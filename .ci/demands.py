@@ -162,8 +162,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         (CONTAINERS,),
     ),
     (
-        "docker/vertex/* docker/azureml/* tests/containers/test_manifests.py "
-        "constraints-clouds.txt",
+        "docker/vertex/* docker/azureml/* tests/containers/test_manifests.py constraints-cl*",
         (CLOUDS,),
     ),
     ("docker/vertex/*", ("tests/launch/test_vertex.py",)),
