@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack
-from enum import Enum
+from enum import StrEnum
 from functools import wraps
 from pathlib import Path  # noqa: TC003 (typer reads it)
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-class LogLevel(str, Enum):
+class LogLevel(StrEnum):
     """The least important records that are shown."""
 
     DEBUG = "debug"
@@ -44,7 +44,7 @@ class LogLevel(str, Enum):
     ERROR = "error"
 
 
-class LogFormat(str, Enum):
+class LogFormat(StrEnum):
     """What lines look like."""
 
     TEXT = "text"

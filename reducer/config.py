@@ -313,6 +313,7 @@ def read_file(path: Path) -> Written:
         ConfigError: it cannot be read or is no TOML, or a key is no setting of a reducer's file.
     """
     import tomllib  # noqa: PLC0415 (few have a file)
+
     try:
         data = path.read_bytes()
         values = tomllib.loads(data.decode())

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest

@@ -126,7 +126,7 @@ def tried(row, package, checkout):
         "passed": count["tests"] - failed - count["skipped"],
         "failed": failed,
         "skipped": count["skipped"],
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 

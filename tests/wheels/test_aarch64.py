@@ -1,7 +1,7 @@
 """The wheel for 64-bit Arm, run by Debian's Python for such CPUs.
 
-An emulator of single programs runs both where it is installed (``make cross-tools``). `make release`
-has unpacked that Python.
+An emulator of single programs runs both where it is installed: ``make cross-tools``. The Python was
+unpacked by `make release`.
 """
 
 import json
