@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import tomllib
 from collections.abc import Mapping  # noqa: TC003 (a field's type)
 from difflib import get_close_matches
 from pathlib import Path
@@ -312,8 +313,6 @@ def read_file(path: Path) -> Written:
     Raises:
         ConfigError: it cannot be read or is no TOML, or a key is no setting of a reducer's file.
     """
-    import tomllib  # noqa: PLC0415 (few have a file)
-
     try:
         data = path.read_bytes()
         values = tomllib.loads(data.decode())

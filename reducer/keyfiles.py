@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
+from reducer.zmtp import z85
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +26,6 @@ JOB_NAME = "job.name"
 POOL, JOBS = "pool", "jobs"  # directories that `reducer keygen` makes
 _NAMED_BY = "REDUCTION_KEYS, or --keys of `reducer serve`, names the directory of keys"
 _MOST_BYTES = 1 << 20  # far more than any of them has
-KEY_DIGITS = 40  # of a key, in Z85
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 
 log = logging.getLogger(__name__)
 
@@ -40,32 +38,10 @@ class KeyPair:
     secret: str = field(repr=False)
 
 
-def encode(key: bytes) -> str:
-    """Return a key of 32 bytes in Z85 (RFC 32): five digits for every four bytes."""
-    words = struct.unpack(">8I", key)
-    return "".join(_DIGITS[word // 85**at % 85] for word in words for at in (4, 3, 2, 1, 0))
-
-
-def decode(text: str) -> bytes:
-    """Return the 32 bytes of a key in Z85.
-
-    Raises:
-        ValueError: it is no key; the message does not repeat it.
-    """
-    digits = [_DIGITS.find(digit) for digit in text[: KEY_DIGITS + 1]]
-    words = [
-        sum(digit * 85**at for digit, at in zip(digits[begin:], (4, 3, 2, 1, 0), strict=False))
-        for begin in range(0, len(digits), 5)
-    ]
-    if len(digits) != KEY_DIGITS or min(digits) < 0 or max(words) >= 1 << 32:
-        raise ValueError(f"a key has {KEY_DIGITS} characters of Z85")
-    return struct.pack(">8I", *words)
-
-
 def is_key(text: str) -> bool:
     """Whether this is a key in Z85."""
     try:
-        decode(text)
+        z85.decode(text)
     except ValueError:
         return False
     return True

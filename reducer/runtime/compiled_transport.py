@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reducer import keyfiles, tcp_connections
+from reducer import tcp_connections
 from reducer.clock import SPARE_ROUND_TRIPS, Silence
 from reducer.errors import ConfigError
 from reducer.runtime import _loop
@@ -21,6 +21,7 @@ from reducer.wire.constants import (
     RESUME_S,
     SHORTEST_PATIENCE_MS,
 )
+from reducer.zmtp import z85
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -105,7 +106,7 @@ class CompiledTransport(Transport):
         keys = None
         if keyring is not None:
             pair = keyring.pair
-            keys = keyfiles.decode(pair.public), keyfiles.decode(pair.secret)
+            keys = z85.decode(pair.public), z85.decode(pair.secret)
         self._listener = _listen(endpoint)
         self.host, self.port = self._listener.getsockname()[:2]
         if self._listener.family == socket.AF_INET6:
@@ -190,7 +191,7 @@ class CompiledTransport(Transport):
     @staticmethod
     def text(key: bytes) -> str:
         """Return a key of 32 bytes as it is written in files."""
-        return keyfiles.encode(key)
+        return z85.encode(key)
 
     def forget(self, members: Container[bytes]) -> None:
         """Do nothing: a connection that ends is forgotten at once."""

@@ -7,7 +7,8 @@ from reducer.zmtp.curve cimport (
     CURVE_KEY_BYTES, begin_sodium, crypto_box_keypair, crypto_scalarmult_base, explicit_bzero,
 )
 
-from reducer.keyfiles import KeyPair, decode, encode
+from reducer.keyfiles import KeyPair
+from reducer.zmtp.z85 import encode
 
 
 def make_pair():

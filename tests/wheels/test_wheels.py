@@ -78,6 +78,7 @@ def test_one_wheel_serves_every_python_on_older_systems(machine):
     assert compiled
     assert all(name.endswith(".abi3.so") for name in compiled)
     assert {"reducer/py.typed", "worker_client/py.typed"} <= set(names)
+    assert [name for name in names if name.startswith("reduction_server.libs/libsodium-")]
 
 
 @pytest.mark.timeout(400)

@@ -17,12 +17,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from reducer import keyfiles, tcp_connections
+from reducer import tcp_connections
 from reducer.clock import SPARE_ROUND_TRIPS, ServingTime, Silence, is_lost
 from reducer.errors import ReductionError
 from reducer.wire.constants import RESUME_S, TYPE_AT, MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
+from reducer.zmtp import z85
 from reducer.zmtp._keys import public_of
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import _loop, credentials
@@ -538,8 +539,8 @@ def _raw(curve: Curve | None) -> tuple[bytes, bytes, bytes] | None:
     """Return a pair, and the reducer's public key, as bytes."""
     if curve is None:
         return None
-    secret = keyfiles.decode(curve.secret)
-    return public_of(secret), secret, keyfiles.decode(curve.server)
+    secret = z85.decode(curve.secret)
+    return public_of(secret), secret, z85.decode(curve.server)
 
 
 def _unread(connection: socket.socket) -> bool:
