@@ -30,7 +30,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     && /build/bin/pip --python /opt/reducer/bin/python install -q --no-compile --no-deps /wheels/*
 # Bytecode of what a reducer imports, and of nothing else: its root cannot be written to later. What
 # NumPy carries for tests, type checkers and the building of extensions stays behind, too.
-RUN /opt/reducer/bin/python -c "import reducer.cli" \
+RUN /opt/reducer/bin/python -P -c "import reducer.cli" \
     && cd /opt/reducer/lib/python3*/site-packages/numpy \
     && rm -rf f2py _core/include _core/lib random/lib \
     && find . -depth -type d -name tests -exec rm -r {} + \
