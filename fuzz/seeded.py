@@ -14,6 +14,9 @@ from reducer.zmtp import _zmtp
 if TYPE_CHECKING:
     from typing import Self
 
+_NAME = ctypes.CFUNCTYPE(ctypes.c_char_p)
+_RANDOM = ctypes.CFUNCTYPE(ctypes.c_uint32)
+_FILL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
 KEY_BYTES = 32
 MAC_BYTES = 16
 
@@ -22,11 +25,11 @@ class _Chance(ctypes.Structure):
     """libsodium's `randombytes_implementation`, of which NULL leaves out what may be."""
 
     _fields_ = (
-        ("name", ctypes.CFUNCTYPE(ctypes.c_char_p)),
-        ("random", ctypes.CFUNCTYPE(ctypes.c_uint32)),
+        ("name", _NAME),
+        ("random", _RANDOM),
         ("stir", ctypes.c_void_p),
         ("uniform", ctypes.c_void_p),
-        ("fill", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)),
+        ("fill", _FILL),
         ("close", ctypes.c_void_p),
     )
 
@@ -43,9 +46,8 @@ class Seeded:
         self._counts: dict[str, int] = {}
         self._secrets: list[bytes] = []  # of the pairs of connections, since `restart`
         self._library: Any = ctypes.CDLL(_zmtp.__file__)  # and what that is linked with
-        name, random, _, _, fill, _ = (kind for _, kind in _Chance._fields_)
         self._chance = _Chance(
-            name(lambda: b"seeded"), random(lambda: 0), None, None, fill(self._fill), None
+            _NAME(lambda: b"seeded"), _RANDOM(lambda: 0), None, None, _FILL(self._fill), None
         )
 
     def __enter__(self) -> Self:

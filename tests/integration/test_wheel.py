@@ -20,13 +20,13 @@ PAGE = ("index.html", "page.css", "page.js", "icon.svg")
 LINK = re.compile(r"(!?)\[[^]]*\]\(([^)]+)\)")
 # Makes nothing, and notes what it is told, and whether another one runs meanwhile.
 COMPILER = """#!/bin/sh
-mkdir {notes}.one || echo beside another >>{notes}
+mkdir {notes}.one && alone=yes || echo beside another >>{notes}
 echo "$@" >>{notes}
 while test $# -gt 1; do
     test "$1" = -o && : >"$2"
     shift
 done
-rmdir {notes}.one
+test -z "$alone" || rmdir {notes}.one
 """
 OF_A_PACKAGER = {
     "CFLAGS": "-O1 -g1",
