@@ -1,4 +1,5 @@
-# Two commands do everything on a fresh machine (python3 >= 3.11, a C compiler): make demo, make test.
+# Two commands do everything on a fresh machine (python3 >= 3.11, gcc, pkg-config, libsodium's headers,
+# which root of a Debian gets by them): make demo, make test.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,14 +9,18 @@ PACKAGE := reduction-server
 GENERATED := $(shell find reducer worker_client -name '_*.c')
 # The other architecture that has a wheel.
 CROSS := aarch64-linux-gnu
-# Commands, and Debian's packages for them where those are others.
+# Commands, or names of pkg-config's, and Debian's packages for them where those are others.
+BUILD_TOOLS := gcc:gcc,libc6-dev pkg-config libsodium:libsodium-dev
 CROSS_TOOLS := qemu-aarch64:qemu-user $(CROSS)-gcc:gcc-$(CROSS),libc6-dev-arm64-cross
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
 	slurmctld slurmd prometheus $(CROSS_TOOLS)
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
-BUILD = REDUCTION_BUILD_STABLE_ABI=1 REDUCTION_BUILD_REQUIRED=1 \
+BUILD = REDUCTION_BUILD_STABLE_ABI=1 \
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
 UNPACKED := build/kubernetes-tools
+UNPACKED_CROSS := build/$(CROSS)
+LOCK = $(BIN)/uv pip compile -q --no-annotate --python-version 3.11 --python-platform linux \
+	--custom-compile-command "make locks"
 # By schemas that it brings along.
 JUDGE := $(BIN)/check-jsonschema --quiet --builtin-schema vendor
 # Processes of pytest: one more than there are cores, as tests wait for a quarter of their time.
@@ -37,14 +42,17 @@ SANITIZE ?=
 SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
-	test-versions test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize \
-	sanitize-threads audit sbom release wheels clean
+	test-versions build-tools test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize \
+	sanitize-threads audit sbom locks release wheels clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
 define install
 	@missing=; \
-	for tool in $1; do command -v $${tool%:*} >/dev/null || missing="$$missing $${tool#*:}"; done; \
+	for tool in $1; do \
+		{ command -v $${tool%:*} || pkg-config --exists $${tool%:*}; } >/dev/null 2>&1 \
+			|| missing="$$missing $${tool#*:}"; \
+	done; \
 	missing=$$(echo "$$missing" | tr , " "); \
 	if test -n "$$missing" && test "$$(id -u)" = 0 && command -v apt-get >/dev/null; then \
 		export DEBIAN_FRONTEND=noninteractive; \
@@ -88,6 +96,10 @@ test-versions: .venv/versions-ready
 # The job files of Vertex AI and Azure ML. Their clients are large and pin what others need newer.
 test-clouds: .venv-clouds/ready
 	.venv-clouds/bin/python -m pytest -rfEs tests/containers/test_manifests.py
+
+# What compiles the package.
+build-tools:
+	$(call install,$(BUILD_TOOLS))
 
 # What `make test` needs for links between hosts that lose packets, for launchers and for the page.
 test-tools:
@@ -159,28 +171,54 @@ sbom: build/runtime/ready .venv/security-ready
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --of JSON -o dist/sbom.cdx.json \
 		build/runtime/bin/python
 
-# A source distribution, and wheels for every Python from 3.11 on, built by exactly what
-# release.lock names: for this architecture and, where its compiler is, for 64-bit Arm. For that one
-# the headers of this Python are right: their sizes are those of every 64-bit Linux, and Debian's
+# What images have at run time, what compiles the package, both with the hashes of every machine's
+# files, and what test-clouds uses; of the first two, the versions in constraints.txt.
+locks: .venv/versions-ready
+	rm -f runtime.lock build.lock constraints-clouds.txt
+	$(LOCK) --generate-hashes -c constraints.txt -o runtime.lock pyproject.toml
+	printf 'cython\nsetuptools\n' | $(LOCK) --generate-hashes -c constraints.txt -o build.lock -
+	$(LOCK) --extra clouds --extra dev -o constraints-clouds.txt pyproject.toml
+
+# A source distribution, and wheels for every Python from 3.11 on, built by exactly what build.lock
+# and release.lock name: for this architecture and, where its compiler is, for 64-bit Arm. For that
+# one the headers of this Python are right: their sizes are those of every 64-bit Linux, and Debian's
 # differ in nothing that an extension reads but the folder's name. A wheel's name says which C
-# library it needs.
-release:
+# library it needs; libsodium goes into it.
+release: build-tools
 	rm -rf build/release dist
 	$(PYTHON) -m venv build/release
-	build/release/bin/python -m pip install -q --require-hashes --only-binary :all: -r release.lock
+	build/release/bin/python -m pip install -q --require-hashes --only-binary :all: \
+		-r build.lock -r release.lock
 	$(BUILD) --outdir build/release/dist
 	@if test "$$(uname -m)" = aarch64; then :; \
-	elif command -v $(CROSS)-gcc >/dev/null; then \
+	elif command -v $(CROSS)-gcc >/dev/null && $(MAKE) -s $(UNPACKED_CROSS)/ready; then \
 		mkdir build/release/headers \
 			&& ln -s /usr/include/$$(uname -m)-linux-gnu build/release/headers/$(CROSS) \
 			&& C_INCLUDE_PATH="$(CURDIR)/build/release/headers" \
 				CC=$(CROSS)-gcc LDSHARED="$(CROSS)-gcc -shared" \
+				PKG_CONFIG_LIBDIR="$(CURDIR)/$(UNPACKED_CROSS)/usr/lib/$(CROSS)/pkgconfig" \
+				PKG_CONFIG_SYSROOT_DIR="$(CURDIR)/$(UNPACKED_CROSS)" \
 				_PYTHON_HOST_PLATFORM=linux-aarch64 \
 				$(BUILD) --wheel --outdir build/release/dist build/release/dist/*.tar.gz; \
-	else echo "no wheel for 64-bit Arm: needs $(CROSS)-gcc (make cross-tools)"; fi
-	PATH="$(CURDIR)/build/release/bin:$$PATH" auditwheel repair -w dist build/release/dist/*.whl
+	else echo "no wheel for 64-bit Arm: needs $(CROSS)-gcc (make cross-tools), and a Debian"; fi
+	LD_LIBRARY_PATH="$(CURDIR)/$(UNPACKED_CROSS)/usr/lib/$(CROSS)" \
+		PATH="$(CURDIR)/build/release/bin:$$PATH" auditwheel repair -w dist build/release/dist/*.whl
 	cp build/release/dist/*.tar.gz dist
 	cd dist && sha256sum *.whl *.tar.gz | tee SHA256SUMS
+
+# Debian's packages for 64-bit Arm, unpacked apart; an apt with a state of its own fetches them:
+# libsodium, and a Python (with NumPy's libstdc++), by which an emulator runs the wheel.
+$(UNPACKED_CROSS)/ready:
+	rm -rf $(@D)
+	mkdir -p $(@D)/apt/lists/partial $(@D)/apt/archives/partial
+	touch $(@D)/apt/status
+	apt="apt-get -qq -oDir::State=$(CURDIR)/$(@D)/apt -oDir::Cache=$(CURDIR)/$(@D)/apt \
+		-oDir::State::status=$(CURDIR)/$(@D)/apt/status -oAPT::Sandbox::User=root \
+		-oAPT::Architecture=arm64 -oAPT::Architectures=arm64"; \
+	$$apt update && $$apt install -y --download-only --no-install-recommends \
+		libsodium-dev python3-minimal libpython3-stdlib libstdc++6 >/dev/null
+	for package in $(@D)/apt/archives/*.deb; do dpkg-deb -x $$package $(@D) || exit; done
+	touch $@
 
 # ... and the wheels' tests, with every Python that is installed, and without a compiler.
 wheels: .venv/ready cross-tools release
@@ -193,7 +231,7 @@ clean:
 # What the demo needs, and nothing else. By one pip: a second one that works in the same environment
 # fails when the first replaces what it reads. Byte code is made as the demo imports; pip would make it
 # of everything, for longer.
-.venv/demo-ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED))
+.venv/demo-ready: pyproject.toml setup.py constraints.txt $(filter-out $(GENERATED),$(COMPILED)) | build-tools
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Compiling the package, and installing what the demo needs into .venv: a minute or two"
 	$(BIN)/python -m pip install --no-compile -c constraints.txt -e ".[demo]"
@@ -218,9 +256,9 @@ clean:
 	$(INSTALL) "$(PACKAGE)[manifests]"
 	touch $@
 
-.venv-clouds/ready: pyproject.toml
+.venv-clouds/ready: pyproject.toml constraints-clouds.txt | build-tools
 	$(PYTHON) -m venv .venv-clouds
-	.venv-clouds/bin/python -m pip install -q ".[clouds,dev]"
+	.venv-clouds/bin/python -m pip install -q -c constraints-clouds.txt ".[clouds,dev]"
 	touch $@
 
 .venv/versions-ready: .venv/ready
@@ -244,10 +282,12 @@ clean:
 	touch $@
 
 # What is installed with the package alone.
-build/runtime/ready: pyproject.toml constraints.txt
+build/runtime/ready: pyproject.toml runtime.lock | build-tools
 	rm -rf build/runtime
 	$(PYTHON) -m venv --without-pip build/runtime
-	$(PYTHON) -m pip --python build/runtime/bin/python install -q -c constraints.txt .
+	$(PYTHON) -m pip --python build/runtime/bin/python install -q --require-hashes \
+		--only-binary :all: -r runtime.lock
+	$(PYTHON) -m pip --python build/runtime/bin/python install -q --no-deps .
 	touch $@
 
 build/runtime.txt: build/runtime/ready

@@ -4,19 +4,19 @@ import copy
 import os
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError
 
 # What a debug build is watched by: memory, and what no C program may do; or data races.
 WATCHED = {"1": "address,undefined", "threads": "thread"}.get(
     os.environ.get("REDUCTION_BUILD_DEBUG", "")
 )
 DEBUG = WATCHED is not None
-# What is built for others is to be fast, or not to be built.
-REQUIRED = os.environ.get("REDUCTION_BUILD_REQUIRED") == "1"
 # For every Python from 3.11 on, whose stable ABI has all that the extensions use; it has no buffers
 # before. A build in place is for one Python alone: its name would come before this one's.
 ABI3 = os.environ.get("REDUCTION_BUILD_STABLE_ABI") == "1"
@@ -25,17 +25,36 @@ REPOSITORY = os.environ.get("REDUCTION_BUILD_REPOSITORY", "").rstrip("/")
 
 # No -march=native and no -ffast-math: a wheel must run on any CPU, and the order of additions is
 # the contract. -ffp-contract=off keeps a*b+c from becoming one rounding where the CPU has FMA.
-FLAGS = ["-O0", "-g", f"-fsanitize={WATCHED}"] if DEBUG else ["-O3", "-g0"]
-FLAGS += ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-ffp-contract=off"]
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-Wall", "-Wextra"]
+FLAGS.append("-Werror=format-security")
+LINK_FLAGS = []
+# Speed and hardening are a packager's to choose: CFLAGS and LDFLAGS, where they are set, stand
+# alone. What is compiled here reads the bytes of strangers.
+if DEBUG:
+    FLAGS += ["-O0", "-g", f"-fsanitize={WATCHED}"]
+    LINK_FLAGS += [f"-fsanitize={WATCHED}"]
+elif not os.environ.get("CFLAGS"):
+    FLAGS += ["-O3", "-g0", "-fstack-protector-strong"]
+    FLAGS += ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3"]  # some compilers define another one
+if not DEBUG and not os.environ.get("LDFLAGS"):
+    LINK_FLAGS += ["-Wl,-z,relro,-z,now"]
 
 ABI3_SINCE = 11  # Python 3.11 is the first with buffers
 if ABI3:
     FLAGS.append(f"-DPy_LIMITED_API=0x03{ABI3_SINCE:02x}0000")
-LINK_FLAGS = [f"-fsanitize={WATCHED}"] if DEBUG else []
+
+NEEDS = (
+    "from its sources the package is compiled: install a C compiler, Python's headers, pkg-config "
+    "and libsodium's headers (on Debian: apt-get install gcc libc6-dev python3-dev pkg-config "
+    "libsodium-dev; on Fedora: dnf install gcc python3-devel pkgconf-pkg-config libsodium-devel), "
+    "or install a wheel, which needs none of them"
+)
 
 KERNELS = "reducer/kernels"
 # What speaks ZMTP, sans I/O, and over sockets.
 ZMTP = [f"reducer/zmtp/{name}.c" for name in ("zmtp", "curve")]
+# What calls libsodium.
+SODIUM = {"reducer/zmtp/curve.c", "reducer.zmtp._keys"}
 ENGINE = [*ZMTP, *(f"reducer/zmtp/{name}.c" for name in ("connection", "pair", "pulse"))]
 # By its extension: what each is built from, besides its own .pyx.
 SOURCES = {
@@ -45,6 +64,7 @@ SOURCES = {
     ],
     "reducer.engine._slots": ["reducer/engine/slots.c"],
     "reducer.runtime._loop": ["reducer/runtime/loop.c", "reducer/engine/slots.c", *ENGINE],
+    "reducer.zmtp._keys": [],
     "worker_client.protocol._flight": (
         FLIGHT := [
             f"worker_client/protocol/{name}.c" for name in ("chunks", "flight", "flight_failures")
@@ -73,6 +93,26 @@ HEADERS = [
 # What Cython makes of every memoryview, compiled once instead of once in each module.
 SHARED = "reducer._cyutility"
 
+
+def jobs():
+    """Return how many compilers may run at once: what make, or a package's build, says.
+
+    Where neither does, as many as there are CPUs for this process.
+    """
+    said = " ".join(os.environ.get(name, "") for name in ("MAKEFLAGS", "DEB_BUILD_OPTIONS"))
+    limits = re.findall(r"(?:-j ?|parallel=)(\d+)", said)
+    return min(map(int, limits), default=len(os.sched_getaffinity(0)))
+
+
+def libsodium(kind):
+    """Return what pkg-config has the compiler (``--cflags``) or the linker (``--libs``) told."""
+    command = [os.environ.get("PKG_CONFIG") or "pkg-config", kind, "libsodium"]
+    try:
+        return subprocess.check_output(command, text=True).split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CompileError(f"libsodium is not found: {error}\n{NEEDS}") from None
+
+
 extensions = cythonize(
     [
         Extension(
@@ -96,7 +136,7 @@ extensions = cythonize(
             extra_link_args=LINK_FLAGS,
         ),
     ],
-    nthreads=os.cpu_count(),
+    nthreads=jobs(),
     shared_utility_qualified_name=SHARED,
     compiler_directives={
         "language_level": "3",
@@ -106,9 +146,6 @@ extensions = cythonize(
         "cdivision": True,
     },
 )
-for extension in extensions:
-    # The plain twins serve instead. cythonize drops this option.
-    extension.optional = not REQUIRED
 
 
 class BuildApart(build_ext):
@@ -129,11 +166,23 @@ class BuildApart(build_ext):
             self.build_lib = "build/in-place"  # no wheel is made of what is there
         super().finalize_options()
 
+    def run(self):
+        """Build all extensions; those that seal frames, or make keys, with libsodium."""
+        cflags, libs = libsodium("--cflags"), libsodium("--libs")
+        for extension in self.extensions:
+            extension.extra_compile_args = FLAGS + cflags
+            if SODIUM & {extension.name, *extension.sources}:
+                extension.extra_link_args = LINK_FLAGS + libs
+        super().run()
+
     def build_extension(self, ext):
         """Build one extension; threads do this side by side."""
         apart = copy.copy(self)
         apart.build_temp = str(Path(self.build_temp, ext.name))
-        super(BuildApart, apart).build_extension(ext)
+        try:
+            super(BuildApart, apart).build_extension(ext)
+        except CCompilerError as error:
+            raise CompileError(f"{ext.name}: {error}\n{NEEDS}") from None
 
 
 def description():
@@ -163,7 +212,7 @@ setup(
     ext_modules=extensions,
     cmdclass={"build_ext": BuildApart},
     options={
-        "build_ext": {"parallel": os.cpu_count()},
+        "build_ext": {"parallel": jobs()},
         **({"bdist_wheel": {"py_limited_api": f"cp3{ABI3_SINCE}"}} if ABI3 else {}),
     },
 )

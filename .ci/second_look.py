@@ -104,7 +104,7 @@ def main() -> int:
         if not all(passes(tests) for tests in files for _ in range(RUNS)):
             return 1
     tests = [test for tests in files for test in tests]
-    often = note(tests, datetime.datetime.now(datetime.timezone.utc).date())
+    often = note(tests, datetime.datetime.now(datetime.UTC).date())
     for test in tests:
         again = (
             "the third time within 30 days: a failure" if test in often else f"commit {LIST.name}"

@@ -15,7 +15,7 @@ train, `bench.ddp_figures` what the figures mean.
 import re
 import sys
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated, Any
 
 import psutil
@@ -80,7 +80,7 @@ def measure(spec: Spec, lab: Lab) -> Reports:
     return reports
 
 
-class Model(str, Enum):
+class Model(StrEnum):
     """What to train; `bench.ddp_models` describes each."""
 
     RESNET50 = "resnet50"

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -299,7 +299,7 @@ def read(path: Path) -> AnyResults:
 def begin(module: str) -> Run:
     """Describe this machine, what it is busy with, and the command that begins."""
     return Run(
-        time=datetime.now(timezone.utc).replace(microsecond=0),
+        time=datetime.now(UTC).replace(microsecond=0),
         machine=machine(),
         command=" ".join(["python", "-m", module, *sys.argv[1:]]),
         environment={

@@ -15,10 +15,10 @@ import json
 import math
 import re
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tomllib
 from pydantic import ByteSize
 
 from reducer import cli

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fuzz.seeded import Seeded
 from fuzz.source import EDGES, Source, check
-from reducer.zmtp.sodium import addresses
 from tests.zmtp import _zmtp
 
 if TYPE_CHECKING:
@@ -33,11 +32,6 @@ _NAMES = (b"\4PING", b"\4PONG", b"\5ERROR", b"\5READY", b"\x09SUBSCRIBE", b"\0",
 def seeded() -> Seeded:
     """Return the chance of this process."""
     return Seeded()
-
-
-@lru_cache(maxsize=1)
-def _usual() -> tuple[int, ...]:
-    return addresses()
 
 
 class Side:
@@ -112,16 +106,13 @@ class Told(NamedTuple):
 
 def run(data: bytes) -> None:
     """Tell a story twice."""
-    _zmtp.use(seeded().addresses)
-    try:
+    with seeded():
         source = Source(data)
         story = source.pick((_any_bytes, _conversation, _any_frames))
         cuts = source.take(1 + source.below(4)) or b"\0"
         whole = story(Source(data[7:]), b"")
         cut = story(Source(data[7:]), cuts)
         check(whole == cut, f"cuts change nothing: {whole} and {cut}")
-    finally:
-        _zmtp.use(_usual())
 
 
 def _told(*sides: Side) -> Told:
@@ -252,7 +243,7 @@ def _any_frames(source: Source, cuts: bytes) -> Told:
     victim = source.pick((client, server))
     victim._cuts = cuts
     prefix = b"CurveZMQMESSAGEC" if victim is server else b"CurveZMQMESSAGES"
-    key = seeded().made[-2] if curve else b""  # the last one is of the vouch
+    key = seeded().session_key() if curve else b""
     count = 8
     while source.left and not victim.failed:
         body = _body(source)

@@ -7,57 +7,72 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from reducer.zmtp import sodium
+from reducer.zmtp import _zmtp
 
-_BUFFER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
-_TWO = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-_THREE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+if TYPE_CHECKING:
+    from typing import Self
+
+_NAME = ctypes.CFUNCTYPE(ctypes.c_char_p)
+_RANDOM = ctypes.CFUNCTYPE(ctypes.c_uint32)
+_FILL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
 KEY_BYTES = 32
 MAC_BYTES = 16
 
 
+class _Chance(ctypes.Structure):
+    """libsodium's `randombytes_implementation`, of which NULL leaves out what may be."""
+
+    _fields_ = (
+        ("name", _NAME),
+        ("random", _RANDOM),
+        ("stir", ctypes.c_void_p),
+        ("uniform", ctypes.c_void_p),
+        ("fill", _FILL),
+        ("close", ctypes.c_void_p),
+    )
+
+
 class Seeded:
-    """The functions, some of them replaced.
+    """Chance within a `with` block, for all that uses libsodium in this process.
 
     Attributes:
         side: whose chance it is; set it before a side of a connection does anything.
-        made: the keys that were made of two, one of each side, since `restart`.
-        addresses: of the functions, for `_zmtp.use`.
     """
 
     def __init__(self) -> None:
         self.side = ""
-        self.made: list[bytes] = []
         self._counts: dict[str, int] = {}
-        self._library: Any = ctypes.CDLL(sodium.library())
-        self._kept = (_BUFFER(self._random), _TWO(self._pair), _THREE(self._beforenm))
-        random, pair, beforenm = (
-            ctypes.cast(function, ctypes.c_void_p).value or 0 for function in self._kept
+        self._secrets: list[bytes] = []  # of the pairs of connections, since `restart`
+        self._library: Any = ctypes.CDLL(_zmtp.__file__)  # and what that is linked with
+        self._chance = _Chance(
+            _NAME(lambda: b"seeded"), _RANDOM(lambda: 0), None, None, _FILL(self._fill), None
         )
-        replaced = {
-            "randombytes_buf": random,
-            "crypto_box_keypair": pair,
-            "crypto_box_beforenm": beforenm,
-        }
-        self.addresses = tuple(
-            replaced.get(name, address)
-            for name, address in zip(sodium.FUNCTIONS, sodium.addresses(), strict=True)
-        )
+
+    def __enter__(self) -> Self:
+        self._library.randombytes_set_implementation(ctypes.byref(self._chance))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        usual = _Chance.in_dll(self._library, "randombytes_sysrandom_implementation")
+        self._library.randombytes_set_implementation(ctypes.byref(usual))
 
     def restart(self) -> None:
         """Let chance begin anew."""
         self._counts.clear()
-        self.made.clear()
+        self._secrets.clear()
 
     def pair(self, name: str) -> tuple[bytes, bytes]:
         """Return the key pair of this name: public and secret."""
-        public, secret = ctypes.create_string_buffer(32), ctypes.create_string_buffer(32)
-        self._library.crypto_box_seed_keypair(
-            public, secret, hashlib.sha256(name.encode()).digest()
-        )
-        return public.raw, secret.raw
+        secret = hashlib.sha256(name.encode()).digest()
+        return self._made(self._library.crypto_scalarmult_base, secret), secret
+
+    def session_key(self) -> bytes:
+        """Return what the two sides that drew pairs last seal frames with."""
+        one, other = self._secrets[-2:]
+        public = self._made(self._library.crypto_scalarmult_base, one)
+        return self._made(self._library.crypto_box_beforenm, public, other)
 
     def seal(self, text: bytes, nonce: bytes, key: bytes) -> bytes:
         """Return a box."""
@@ -65,22 +80,15 @@ class Seeded:
         self._library.crypto_box_easy_afternm(box, text, ctypes.c_ulonglong(len(text)), nonce, key)
         return box.raw
 
-    def _next(self) -> str:
+    @staticmethod
+    def _made(function: Any, *keys: bytes) -> bytes:
+        key = ctypes.create_string_buffer(KEY_BYTES)
+        function(key, *keys)
+        return key.raw
+
+    def _fill(self, out: int, nbytes: int) -> None:
         count = self._counts[self.side] = self._counts.get(self.side, 0) + 1
-        return f"{self.side} {count}"
-
-    def _random(self, out: int, nbytes: int) -> None:
-        drawn = hashlib.shake_128(self._next().encode()).digest(nbytes)
+        drawn = hashlib.shake_128(f"{self.side} {count}".encode()).digest(nbytes)
         ctypes.memmove(out, drawn, nbytes)
-
-    def _pair(self, public: int, secret: int) -> int:
-        for place, key in zip((public, secret), self.pair(self._next()), strict=True):
-            ctypes.memmove(place, key, KEY_BYTES)
-        return 0
-
-    def _beforenm(self, key: int, public: int, secret: int) -> int:
-        made: int = self._library.crypto_box_beforenm(
-            ctypes.c_void_p(key), ctypes.c_void_p(public), ctypes.c_void_p(secret)
-        )
-        self.made.append(ctypes.string_at(key, KEY_BYTES))
-        return made
+        if nbytes == KEY_BYTES:  # nonces and cookies have other sizes
+            self._secrets.append(drawn)

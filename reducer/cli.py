@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack
-from enum import Enum
+from enum import StrEnum
 from functools import wraps
 from pathlib import Path  # noqa: TC003 (typer reads it)
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from reducer.engine.rounds import Counters
 
 
-class LogLevel(str, Enum):
+class LogLevel(StrEnum):
     """The least important records that are shown."""
 
     DEBUG = "debug"
@@ -48,7 +48,7 @@ class LogLevel(str, Enum):
     ERROR = "error"
 
 
-class LogFormat(str, Enum):
+class LogFormat(StrEnum):
     """What lines look like."""
 
     TEXT = "text"

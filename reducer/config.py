@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-import sys
+import tomllib
 from collections.abc import Mapping  # noqa: TC003 (a field's type)
 from difflib import get_close_matches
 from pathlib import Path
@@ -303,10 +303,6 @@ def read_file(path: Path) -> Written:
     Raises:
         ConfigError: it cannot be read or is no TOML, or a key is no setting of a reducer's file.
     """
-    if sys.version_info >= (3, 11):
-        import tomllib  # noqa: PLC0415 (few have a file)
-    else:
-        import tomli as tomllib  # noqa: PLC0415 (likewise)
     try:
         data = path.read_bytes()
         values = tomllib.loads(data.decode())

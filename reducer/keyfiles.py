@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
+from reducer.zmtp import z85
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,6 @@ JOB_NAME = "job.name"
 POOL, JOBS = "pool", "jobs"  # directories that `reducer keygen` makes
 _NAMED_BY = "REDUCTION_KEYS, or --keys of `reducer serve`, names the directory of keys"
 _MOST_BYTES = 1 << 20  # far more than any of them has
-_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,12 @@ class KeyPair:
 
 
 def is_key(text: str) -> bool:
-    """Whether this can be a key: 40 characters of Z85."""
-    return _KEY.fullmatch(text) is not None
+    """Whether this is a key in Z85."""
+    try:
+        z85.decode(text)
+    except ValueError:
+        return False
+    return True
 
 
 def read(directory: Path, name: str) -> str:

@@ -18,9 +18,7 @@ from reducer.memory import memory_limit
 from reducer.monitoring.observer import Observer, StatusInbox
 from reducer.runtime import implementation
 from reducer.runtime.guard import LOOK_S, Guard
-from reducer.runtime.keyring import Reader
-from reducer.runtime.plain_transport import make_context
-from reducer.runtime.zap import Gate, Refusals
+from reducer.runtime.keyring import Reader, Refusals
 from reducer.timeline import LogEvents, Timeline
 from reducer.units import is_private
 from reducer.wire.constants import PLACES
@@ -77,6 +75,9 @@ class Server:
         self.context: Any = {}
         self._libzmq, self._gate = None, None
         if chosen.name == "plain":
+            from reducer.runtime.plain_transport import make_context  # noqa: PLC0415 (with libzmq)
+            from reducer.runtime.zap import Gate  # noqa: PLC0415 (likewise)
+
             _check_private(config.bind)
             self.context = self._libzmq = make_context(
                 config.io_threads * config.threads, config.cpus

@@ -21,7 +21,7 @@ _ADDRESS = re.compile(
 # begins with `reduction`, and what setup.py reads.
 _OTHERS = re.compile(
     r"(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-    r"|BUILD_(REQUIRED|DEBUG|STABLE_ABI|REPOSITORY)"
+    r"|BUILD_(DEBUG|STABLE_ABI|REPOSITORY)"
 )
 PREFIX = "REDUCTION_"  # of the names of variables that are settings
 

@@ -19,6 +19,7 @@ FLOORS = {
     "_slots": {"engine", "wire"},
     "_flight": {"wire", "zmtp"},
     "_loop": {"engine", "kernels", "runtime", "wire", "zmtp"},
+    "_keys": {"keyfiles", "zmtp"},
 }
 # ... and what those of the worker's client may take from it.
 CLIENT_FLOORS = {
@@ -107,7 +108,8 @@ def test_the_protocol_needs_the_standard_library_alone():
         for module, _ in imported(path):
             top, _, rest = module.partition(".")
             assert top in sys.stdlib_module_names or (
-                top == "reducer" and rest.partition(".")[0] in {"wire", "errors", "units", ""}
+                top == "reducer"
+                and rest.partition(".")[0] in {"wire", "errors", "units", "zmtp", ""}
             ), f"{path.name} imports {module}"
 
 
@@ -136,6 +138,10 @@ def loaded_by(code):
 
 def test_importing_the_client_loads_nothing_heavy():
     assert not loaded_by("import worker_client") & HEAVY
+
+
+def test_a_reducer_and_keygen_load_no_libzmq():
+    assert "zmq" not in loaded_by("import reducer.cli, reducer.commands.keygen, reducer.server")
 
 
 def test_using_a_client_needs_no_framework():

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,7 @@ TEXTS = {
     if ROOT / "build" not in path.parents
     and path.name != "CHANGELOG.md"  # which names what was renamed since
 }
-OF_THE_BUILD = {
-    f"REDUCTION_BUILD_{name}" for name in ("DEBUG", "REPOSITORY", "REQUIRED", "STABLE_ABI")
-}
+OF_THE_BUILD = {f"REDUCTION_BUILD_{name}" for name in ("DEBUG", "REPOSITORY", "STABLE_ABI")}
 COMMANDS = {
     "reducer": get_command(reducer.cli.app).commands,
     "worker-client": get_command(worker_client.cli.app).commands,
@@ -39,7 +38,6 @@ SHOWN = re.compile(
 )
 # A command of ours and its options: to the end of its line, code or cell, or of what is its own.
 COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
-tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads the contracts")
 GENERATOR = runpy.run_path(str(DOCS / "generate.py"))
 PAGES = GENERATOR["PAGES"]
 

@@ -1,10 +1,10 @@
 """Each room keeps to its budget of lines, which tests/weight.toml has."""
 
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 BUDGETS = tomllib.loads((ROOT / "tests/weight.toml").read_text())

@@ -2,9 +2,8 @@
 
 ``python -m tests.versions`` builds the wheel, and for each row of `ROWS` makes an environment in
 build/versions with that Python, the wheel and that torch, and runs `TESTS` there, on what is
-installed. For a Python that is too old for the wheel, one is compiled. What came of a row goes into
-docs/compatibility.json, of which docs/generate.py makes the table in docs/compatibility.md. Rows
-may be named: ``python -m tests.versions "3.12 newest"``.
+installed. What came of a row goes into docs/compatibility.json, of which docs/generate.py makes the
+table in docs/compatibility.md. Rows may be named: ``python -m tests.versions "3.12 newest"``.
 
 A Python is the one of its name in PATH; 3.14 and later come from Debian's packages where there is
 none, if this is root of a Debian. A row that cannot be tried says why, unless an earlier run did.
@@ -26,11 +25,10 @@ from tests.containers.images import Unavailable, mirror
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "versions"
 RESULTS = ROOT / "docs" / "compatibility.json"
-COMPILED = {"3.10"}  # the wheel serves later ones
 FROM_DEBIAN = {"3.14", "3.15"}  # in unstable
 OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 OLDEST = re.findall(r"torch>=([\d.]+)", (ROOT / "pyproject.toml").read_text())[0]
-ROWS = ("3.11 oldest", *(f"3.{minor} newest" for minor in range(10, 16)))
+ROWS = ("3.11 oldest", *(f"3.{minor} newest" for minor in range(11, 16)))
 NEEDS = ("hypothesis", "ml_dtypes", "psutil", "pytest", "pytest-timeout", "pytest-xdist")
 INTEGRATION = ("torch_backend", "reconfigure", "ddp", "faults", "local_sgd", "outer", "wire_ddp")
 CLIENT = ("cuda", "ddp_errors", "device_copies", "host_buffer", "rendezvous")
@@ -54,12 +52,12 @@ def run(*command, **more):
         raise Unavailable(last.replace(f"{ROOT}/", ""))
 
 
-def wheel(python=sys.executable, **build):
-    """Compile the wheel for a Python, and return it."""
-    folder = BUILD / "wheel" / Path(str(python)).name
+def wheel():
+    """Compile the wheel for every Python, and return it."""
+    folder = BUILD / "wheel"
     shutil.rmtree(folder, ignore_errors=True)
-    pip = (sys.executable, "-m", "pip", "--python", python, "wheel", "-q", "--no-deps")
-    run(*pip, "-w", folder, ROOT, REDUCTION_BUILD_REQUIRED="1", **build)
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps")
+    run(*pip, "-w", folder, ROOT, REDUCTION_BUILD_STABLE_ABI="1")
     (built,) = folder.glob("*.whl")
     return built
 
@@ -111,8 +109,6 @@ def tried(row, package, checkout):
     shutil.rmtree(home, ignore_errors=True)
     run(interpreter(version), "-m", "venv", "--without-pip", home)
     python = home / "bin/python"
-    if version in COMPILED:
-        package = wheel(interpreter(version))
     torch = f"torch=={OLDEST}.0" if release == "oldest" else "torch"  # the newest by itself
     # Environments have torch's libraries in common, by links to uv's cache.
     run("uv", "pip", "install", "-q", "--no-build", "--python", python, package, torch, *NEEDS)
@@ -130,13 +126,13 @@ def tried(row, package, checkout):
         "passed": count["tests"] - failed - count["skipped"],
         "failed": failed,
         "skipped": count["skipped"],
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 
 def main(rows):
     """Try rows, all if none is named, and return 1 if a test has failed."""
-    package, checkout = wheel(REDUCTION_BUILD_STABLE_ABI="1"), copy_tests()
+    package, checkout = wheel(), copy_tests()
     for row in rows or ROWS:
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         try:

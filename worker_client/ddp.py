@@ -296,7 +296,7 @@ class ReductionState:
                     residual=call.residual,
                     exact=call.exact,
                 )
-            except ReductionError as error:  # noqa: PERF203 (there are few)
+            except ReductionError as error:
                 end(error)
             else:
                 work.future().add_done_callback(end.of_work)

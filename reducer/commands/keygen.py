@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from reducer import keyfiles
 from reducer.errors import ConfigError
 from reducer.keyfiles import ALLOWED, JOB_NAME, JOB_SECRET, JOBS, POOL, POOL_PUBLIC, POOL_SECRET
-from reducer.runtime.plain_transport import make_pair
 from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner
+from reducer.zmtp._keys import make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one from 3.11 on
 from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -256,6 +255,6 @@ def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
 def _answer(question: Future[LaneStatus], deadline: float) -> LaneStatus | None:
     try:
         return question.result(max(0.0, deadline - time.monotonic()))
-    except FutureTimeout:
+    except TimeoutError:
         question.cancel()
         return None

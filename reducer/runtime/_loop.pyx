@@ -4,7 +4,7 @@ cimport cython
 from cpython.bytes cimport PyBytes_AsString
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from libc.errno cimport errno
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 
 from reducer.engine._slots cimport (
@@ -24,7 +24,7 @@ from reducer.engine._slots cimport (
     rounds,
 )
 from reducer.kernels._kernels cimport CompiledKernels, fold_table
-from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
+from reducer.zmtp.curve cimport copy_keys, curve_keys, explicit_bzero
 from reducer.zmtp.net cimport (
     ZMTP_DIFFERS,
     ZMTP_NO_FAULT,
@@ -126,15 +126,6 @@ _OF_STRANGERS = {MessageType.HELLO, MessageType.STREAM, MessageType.RESUME}
 _RESUMED = Header(MessageType.RESUME).pack()
 ID_BYTES = 7  # of a peer: the number of its connection, little-endian
 SPARE_BYTES = 32 << 20  # of memory that payloads have had, kept for the next ones
-
-cdef sodium _sodium
-
-
-def use_sodium(functions):
-    """Say where libsodium's functions are; see `reducer.zmtp.sodium.addresses`."""
-    for at, address in enumerate(functions):
-        (<void **>&_sodium)[at] = <void *><uintptr_t>address
-    curve_use(&_sodium)
 
 
 cdef void leave(object met) noexcept:

@@ -8,8 +8,6 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zmq.utils import z85
-
 from reducer import tcp_connections
 from reducer.clock import SPARE_ROUND_TRIPS, Silence
 from reducer.errors import ConfigError
@@ -23,7 +21,7 @@ from reducer.wire.constants import (
     RESUME_S,
     SHORTEST_PATIENCE_MS,
 )
-from reducer.zmtp import sodium
+from reducer.zmtp import z85
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
@@ -92,8 +90,7 @@ class CompiledTransport(Transport):
         sockets: what accepts, receives and sends.
 
     Raises:
-        ConfigError: the endpoint cannot be bound, or there is no libsodium for the keys; the
-            message says what to change.
+        ConfigError: the endpoint cannot be bound; the message says what to change.
     """
 
     def __init__(
@@ -108,8 +105,8 @@ class CompiledTransport(Transport):
         self._keyring = keyring
         keys = None
         if keyring is not None:
-            _loop.use_sodium(sodium.addresses())
-            keys = tuple(z85.decode(key) for key in (keyring.pair.public, keyring.pair.secret))
+            pair = keyring.pair
+            keys = z85.decode(pair.public), z85.decode(pair.secret)
         self._listener = _listen(endpoint)
         self.host, self.port = self._listener.getsockname()[:2]
         if self._listener.family == socket.AF_INET6:
@@ -194,7 +191,7 @@ class CompiledTransport(Transport):
     @staticmethod
     def text(key: bytes) -> str:
         """Return a key of 32 bytes as it is written in files."""
-        return str(z85.encode(key).decode("ascii"))
+        return z85.encode(key)
 
     def forget(self, members: Container[bytes]) -> None:
         """Do nothing: a connection that ends is forgotten at once."""

@@ -10,7 +10,6 @@ from reducer.engine import slots
 from reducer.errors import ConfigError
 from reducer.kernels.plain import PlainKernels
 from reducer.runtime import loop
-from reducer.runtime.plain_transport import PlainTransport
 from reducer.wire.constants import COMPILED_FEATURES, FEATURES
 
 if TYPE_CHECKING:
@@ -49,9 +48,6 @@ class Implementation(NamedTuple):
     features: int = FEATURES
 
 
-PLAIN = Implementation("plain", slots, loop.Loop, PlainTransport)
-
-
 def select(name: str | None, kernels: Kernels) -> Implementation:
     """Return the implementation called `name`, or the compiled one if it can run.
 
@@ -63,14 +59,20 @@ def select(name: str | None, kernels: Kernels) -> Implementation:
         ConfigError: the compiled loop is demanded and cannot run; the message says why.
     """
     if name == "plain":
-        return PLAIN
+        return _plain()
     try:
         return _compiled(kernels)
     except ConfigError as error:
         if name == "compiled":
             raise
         log.info("the plain loop serves: %s", error)
-        return PLAIN
+        return _plain()
+
+
+def _plain() -> Implementation:
+    # It alone loads libzmq.
+    transport = import_module("reducer.runtime.plain_transport")
+    return Implementation("plain", slots, loop.Loop, transport.PlainTransport)
 
 
 def _compiled(kernels: Kernels) -> Implementation:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from reducer import keyfiles
@@ -18,12 +19,14 @@ from reducer.errors import ConfigError
 from reducer.keyfiles import KeyPair
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from reducer.engine.allow_list import AllowList
 
 LOOK_S = 0.5  # between two looks at the file
 _WAKE_S = 0.1  # how soon the reader notices that it is to look at once
+LOG_S = 10.0  # one line about refusals at most in so much time, however many try
 
 log = logging.getLogger(__name__)
 
@@ -143,3 +146,21 @@ class Reader(threading.Thread):
     def stop(self) -> None:
         """Have it end after its current look."""
         self._stopping.set()
+
+
+class Refusals:
+    """Says which connections were refused, at a limited rate."""
+
+    def __init__(self) -> None:
+        self._untold: Counter[str] = Counter()
+        self._next_line = 0.0
+
+    def note(self, reasons: Iterable[str], now: float | None = None) -> None:
+        """Take note of refusals, each with its reason; call it often, also with none."""
+        self._untold.update(reasons)
+        now = time.monotonic() if now is None else now
+        if self._untold and now >= self._next_line:
+            self._next_line = now + LOG_S
+            told = "; ".join(f"{count} {reason}" for reason, count in self._untold.items())
+            log.warning("refused connections: %s", told)
+            self._untold.clear()

@@ -17,7 +17,6 @@ import zmq
 from reducer import tcp_connections
 from reducer.engine.allow_list import LOCAL
 from reducer.errors import ConfigError
-from reducer.keyfiles import KeyPair
 from reducer.runtime.transport import (
     FOREIGN,
     HUNG_UP,
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from reducer.keyfiles import KeyPair
     from reducer.runtime.keyring import Keyring
     from reducer.wire.header import Buffer
 
@@ -91,12 +91,6 @@ def make_context(
     for cpu in cpus or ():
         context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
     return context
-
-
-def make_pair() -> KeyPair:
-    """Return a new key pair of CURVE."""
-    public, secret = zmq.curve_keypair()
-    return KeyPair(public.decode("ascii"), secret.decode("ascii"))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The gate of a pool with keys: who may connect, and word of those who may not.
+"""The gate of a pool with keys, of the plain loop: who may connect.
 
 libzmq asks about every connection (ZAP, an ``inproc`` socket of the same context); pyzmq's
 authenticator answers, in a thread of its own. What a key may do then is the engine's business.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from zmq.auth import Authenticator
@@ -18,16 +16,11 @@ from zmq.auth import Authenticator
 from reducer.runtime.plain_transport import ZAP_DOMAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import zmq
 
     from reducer.runtime.keyring import Keyring
 
-LOG_S = 10.0  # one line at most in so much time, however many try
 _LOOK_MS = 100  # how soon the thread notices that it is to end
-
-log = logging.getLogger(__name__)
 
 
 class Gate(threading.Thread):
@@ -74,21 +67,3 @@ class Gate(threading.Thread):
             self._authenticator.stop()
         else:
             self.join()
-
-
-class Refusals:
-    """Says which connections were refused, at a limited rate."""
-
-    def __init__(self) -> None:
-        self._untold: Counter[str] = Counter()
-        self._next_line = 0.0
-
-    def note(self, reasons: Iterable[str], now: float | None = None) -> None:
-        """Take note of refusals, each with its reason; call it often, also with none."""
-        self._untold.update(reasons)
-        now = time.monotonic() if now is None else now
-        if self._untold and now >= self._next_line:
-            self._next_line = now + LOG_S
-            told = "; ".join(f"{count} {reason}" for reason, count in self._untold.items())
-            log.warning("refused connections: %s", told)
-            self._untold.clear()

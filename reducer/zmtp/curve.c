@@ -1,5 +1,6 @@
 #include "curve.h"
 
+#include <sodium.h>
 #include <stdlib.h>
 
 #include "bytes.h"
@@ -42,13 +43,6 @@ struct curve {
     uint64_t peer_nonce; /* of what we have opened last */
 };
 
-static const struct sodium *sodium;
-
-void curve_use(const struct sodium *functions)
-{
-    sodium = functions;
-}
-
 /* -- nonces and boxes -------------------------------------------------------------------------- */
 
 /* A nonce: a prefix of 16 bytes and a counter, or one of 8 bytes and a random number. */
@@ -66,7 +60,7 @@ static void seal(uint8_t *box, size_t nbytes, const char *prefix, const uint8_t 
     uint8_t nonce[NONCE_BYTES];
     make_nonce(nonce, prefix, rest);
     uint8_t *inside = box + CURVE_MAC_BYTES;
-    sodium->box_detached_afternm(inside, box, inside, nbytes, nonce, key);
+    crypto_box_detached_afternm(inside, box, inside, nbytes, nonce, key);
 }
 
 static bool unseal(uint8_t *box, size_t nbytes, const char *prefix, const uint8_t *rest,
@@ -75,7 +69,7 @@ static bool unseal(uint8_t *box, size_t nbytes, const char *prefix, const uint8_
     uint8_t nonce[NONCE_BYTES];
     make_nonce(nonce, prefix, rest);
     uint8_t *inside = box + CURVE_MAC_BYTES;
-    return sodium->box_open_detached_afternm(inside, inside, box, nbytes, nonce, key) == 0;
+    return crypto_box_open_detached_afternm(inside, inside, box, nbytes, nonce, key) == 0;
 }
 
 /* Opens a box with the shared key, whose nonce must be beyond those before: nothing comes twice. */
@@ -95,8 +89,6 @@ static enum curve_verdict unseal_next(struct curve *curve, uint8_t *box, size_t 
 
 struct curve *curve_new(bool server, const struct curve_keys *keys)
 {
-    if (sodium == NULL)
-        return NULL;
     struct curve *curve = calloc(1, sizeof *curve);
     if (curve == NULL)
         return NULL;
@@ -109,23 +101,23 @@ void curve_free(struct curve *curve)
 {
     if (curve == NULL)
         return;
-    sodium->memzero(curve, sizeof *curve);
+    sodium_memzero(curve, sizeof *curve);
     free(curve);
 }
 
 void curve_end_handshake(struct curve *curve)
 {
-    sodium->memzero(&curve->keys, sizeof curve->keys);
-    sodium->memzero(curve->own_secret, sizeof curve->own_secret);
-    sodium->memzero(curve->cookie, sizeof curve->cookie);
+    sodium_memzero(&curve->keys, sizeof curve->keys);
+    sodium_memzero(curve->own_secret, sizeof curve->own_secret);
+    sodium_memzero(curve->cookie, sizeof curve->cookie);
 }
 
 /* -- the handshake ----------------------------------------------------------------------------- */
 
 bool curve_write_hello(struct curve *curve, uint8_t *out)
 {
-    sodium->box_keypair(curve->own_public, curve->own_secret);
-    if (sodium->box_beforenm(curve->shared, curve->keys.server_key, curve->own_secret) != 0)
+    crypto_box_keypair(curve->own_public, curve->own_secret);
+    if (crypto_box_beforenm(curve->shared, curve->keys.server_key, curve->own_secret) != 0)
         return false;
     memset(out, 0, CURVE_HELLO_BYTES);
     memcpy(out, "\5HELLO\1\0", NAME_HELLO + 2); /* version 1.0 */
@@ -141,7 +133,7 @@ enum curve_verdict curve_read_hello(struct curve *curve, uint8_t *body, size_t n
         body[HELLO_VERSION] != 1 || body[HELLO_VERSION + 1] != 0)
         return CURVE_BAD;
     memcpy(curve->peer_public, body + HELLO_KEY, CURVE_KEY_BYTES);
-    if (sodium->box_beforenm(curve->shared, curve->peer_public, curve->keys.secret_key) != 0)
+    if (crypto_box_beforenm(curve->shared, curve->peer_public, curve->keys.secret_key) != 0)
         return CURVE_SHUT;
     return unseal_next(
         curve, body + HELLO_BOX, HELLO_ZEROS, "CurveZMQHELLO---", body + HELLO_NONCE);
@@ -151,10 +143,10 @@ enum curve_verdict curve_read_hello(struct curve *curve, uint8_t *body, size_t n
  * client cannot tell. */
 void curve_write_welcome(struct curve *curve, uint8_t *out)
 {
-    sodium->box_keypair(curve->own_public, curve->own_secret);
-    sodium->randombytes_buf(curve->cookie, COOKIE_BYTES);
+    crypto_box_keypair(curve->own_public, curve->own_secret);
+    randombytes_buf(curve->cookie, COOKIE_BYTES);
     memcpy(out, "\7WELCOME", NAME_WELCOME);
-    sodium->randombytes_buf(out + NAME_WELCOME, LONG_NONCE_BYTES);
+    randombytes_buf(out + NAME_WELCOME, LONG_NONCE_BYTES);
     uint8_t *inside = out + WELCOME_BOX + CURVE_MAC_BYTES;
     memcpy(inside, curve->own_public, CURVE_KEY_BYTES);
     memcpy(inside + CURVE_KEY_BYTES, curve->cookie, COOKIE_BYTES);
@@ -178,8 +170,8 @@ enum curve_verdict curve_read_welcome(struct curve *curve, uint8_t *body, size_t
 bool curve_write_initiate(struct curve *curve, uint8_t *out, const uint8_t *metadata, size_t nbytes)
 {
     uint8_t key[CURVE_KEY_BYTES]; /* which shows that the client has its lasting key, too */
-    if (sodium->box_beforenm(curve->shared, curve->peer_public, curve->own_secret) != 0 ||
-        sodium->box_beforenm(key, curve->peer_public, curve->keys.secret_key) != 0)
+    if (crypto_box_beforenm(curve->shared, curve->peer_public, curve->own_secret) != 0 ||
+        crypto_box_beforenm(key, curve->peer_public, curve->keys.secret_key) != 0)
         return false;
     memcpy(out, "\10INITIATE", NAME_INITIATE);
     memcpy(out + NAME_INITIATE, curve->cookie, COOKIE_BYTES);
@@ -187,13 +179,13 @@ bool curve_write_initiate(struct curve *curve, uint8_t *out, const uint8_t *meta
     uint8_t *inside = out + INITIATE_BOX + CURVE_MAC_BYTES;
     memcpy(inside, curve->keys.public_key, CURVE_KEY_BYTES);
     uint8_t *vouch_nonce = inside + CURVE_KEY_BYTES;
-    sodium->randombytes_buf(vouch_nonce, LONG_NONCE_BYTES);
+    randombytes_buf(vouch_nonce, LONG_NONCE_BYTES);
     uint8_t *vouch_box = vouch_nonce + LONG_NONCE_BYTES;
     uint8_t *vouch = vouch_box + CURVE_MAC_BYTES;
     memcpy(vouch, curve->own_public, CURVE_KEY_BYTES);
     memcpy(vouch + CURVE_KEY_BYTES, curve->keys.server_key, CURVE_KEY_BYTES);
     seal(vouch_box, VOUCH_BYTES, "VOUCH---", vouch_nonce, key);
-    sodium->memzero(key, sizeof key);
+    sodium_memzero(key, sizeof key);
     memcpy(vouch + VOUCH_BYTES, metadata, nbytes);
     seal(out + INITIATE_BOX, CURVE_INITIATE_BYTES - INITIATE_BOX - CURVE_MAC_BYTES + nbytes,
          "CurveZMQINITIATE", out + INITIATE_NONCE, curve->shared);
@@ -205,9 +197,9 @@ enum curve_verdict curve_read_initiate(struct curve *curve, uint8_t *body, size_
 {
     if (nbytes < CURVE_INITIATE_BYTES || !is_named(body, nbytes, "\10INITIATE"))
         return CURVE_BAD;
-    if (sodium->memcmp(body + NAME_INITIATE, curve->cookie, COOKIE_BYTES) != 0)
+    if (sodium_memcmp(body + NAME_INITIATE, curve->cookie, COOKIE_BYTES) != 0)
         return CURVE_SHUT;
-    if (sodium->box_beforenm(curve->shared, curve->peer_public, curve->own_secret) != 0)
+    if (crypto_box_beforenm(curve->shared, curve->peer_public, curve->own_secret) != 0)
         return CURVE_SHUT;
     enum curve_verdict verdict =
         unseal_next(curve, body + INITIATE_BOX, nbytes - INITIATE_BOX - CURVE_MAC_BYTES,
@@ -219,12 +211,12 @@ enum curve_verdict curve_read_initiate(struct curve *curve, uint8_t *body, size_
     uint8_t *vouch_box = vouch_nonce + LONG_NONCE_BYTES;
     uint8_t *vouch = vouch_box + CURVE_MAC_BYTES;
     uint8_t key[CURVE_KEY_BYTES];
-    bool vouched = sodium->box_beforenm(key, inside, curve->own_secret) == 0 &&
+    bool vouched = crypto_box_beforenm(key, inside, curve->own_secret) == 0 &&
                    unseal(vouch_box, VOUCH_BYTES, "VOUCH---", vouch_nonce, key) &&
-                   sodium->memcmp(vouch, curve->peer_public, CURVE_KEY_BYTES) == 0 &&
-                   sodium->memcmp(vouch + CURVE_KEY_BYTES, curve->keys.public_key,
+                   sodium_memcmp(vouch, curve->peer_public, CURVE_KEY_BYTES) == 0 &&
+                   sodium_memcmp(vouch + CURVE_KEY_BYTES, curve->keys.public_key,
                                   CURVE_KEY_BYTES) == 0;
-    sodium->memzero(key, sizeof key);
+    sodium_memzero(key, sizeof key);
     if (!vouched)
         return CURVE_SHUT;
     memcpy(client_key, inside, CURVE_KEY_BYTES);

@@ -1,16 +1,10 @@
-/* CURVE (RFC 26): keys, the handshake's boxes, and sealed frames, with libsodium's functions.
- *
- * libsodium is not linked: its functions are taken by address, from the library that pyzmq's wheel
- * ships beside libzmq, or the system's (sodium.py).
- */
+/* CURVE (RFC 26): keys, the handshake's boxes, and sealed frames, by libsodium. */
 #ifndef REDUCER_CURVE_H
 #define REDUCER_CURVE_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-
-#include "sodium.h"
 
 enum { CURVE_KEY_BYTES = 32 };
 
@@ -22,10 +16,6 @@ struct curve_keys {
 };
 
 struct curve; /* the state of one connection; see curve.c */
-
-/* Says where libsodium is; to be called before any connection with keys. Every extension has a copy
- * of curve.c, and so calls it for itself. `functions` must stay. */
-void curve_use(const struct sodium *functions);
 
 /* -- what follows is for zmtp.c ---------------------------------------------------------------- */
 
@@ -47,7 +37,7 @@ enum curve_verdict {
     CURVE_BAD   /* no such command: its name, size or nonce is wrong */
 };
 
-/* NULL: out of memory, or libsodium is not known. */
+/* NULL: out of memory. To be called after sodium_init. */
 struct curve *curve_new(bool server, const struct curve_keys *keys);
 
 /* Wipes and frees; NULL is fine. */

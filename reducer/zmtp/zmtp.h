@@ -74,7 +74,7 @@ struct zmtp {
 
 /* Begins a connection; `reply` has the first part of the greeting, and the rest when the peer has
  * said its own first part. With keys the mechanism is CURVE. A server gives its pair, a client its
- * own and the server's public key. False: out of memory, or curve_use was not called. */
+ * own and the server's public key. False: out of memory. */
 bool zmtp_init(struct zmtp *zmtp, bool server, const struct curve_keys *keys,
                uint64_t max_frame_bytes);
 void zmtp_free(struct zmtp *zmtp);

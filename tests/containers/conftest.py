@@ -10,7 +10,8 @@ def base(tmp_path_factory):
     """Skip where images can neither be built nor run."""
     try:
         images.check_tools()
-        images.make_base(tmp_path_factory.mktemp("base"))
+        for name in images.DEBIAN:
+            images.make_base(name, tmp_path_factory.mktemp("base"))
     except images.Unavailable as reason:
         pytest.skip(str(reason))
 

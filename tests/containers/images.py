@@ -14,7 +14,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-BASE = "localhost/reduction-base:bookworm"
+# The Debian of the base that an image is built on here. Where torch comes from a folder of this
+# machine, it is for the older one's Python; of an index it may be CUDA's alone, which is large.
+DEBIAN = {"reducer": "trixie", "worker": "bookworm"}
 TOOLS = ("buildah", "podman", "runc", "debootstrap", "ip", "tc")
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"  # where the Dockerfiles mount the secret `ca`
 
@@ -38,13 +40,18 @@ def check_tools():
         raise Unavailable("the kernel refuses namespaces")
 
 
-def make_base(folder):
-    """Import a Debian from apt's mirror as `BASE`, unless an earlier run has."""
-    if not subprocess.run(["podman", "image", "exists", BASE], check=False).returncode:
+def base(name):
+    """Return the base of an image, ``reducer`` or ``worker``."""
+    return f"localhost/reduction-base:{DEBIAN[name]}"
+
+
+def make_base(name, folder):
+    """Import the base of an image from apt's mirror, unless an earlier run has."""
+    if not subprocess.run(["podman", "image", "exists", base(name)], check=False).returncode:
         return
     root = folder / "base"
     made = subprocess.run(
-        ["debootstrap", "--variant=minbase", "bookworm", root, mirror()],
+        ["debootstrap", "--variant=minbase", DEBIAN[name], root, mirror()],
         capture_output=True,
         text=True,
         check=False,
@@ -58,7 +65,7 @@ def make_base(folder):
         shutil.rmtree(root / waste)
         (root / waste / "partial").mkdir(parents=True)
     with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as packed:
-        command = ["podman", "import", "--quiet", "-", BASE]
+        command = ["podman", "import", "--quiet", "-", base(name)]
         subprocess.run(command, stdin=packed.stdout, capture_output=True, check=True)
     shutil.rmtree(root)
 
@@ -70,7 +77,7 @@ def build(name, folder):
     # The torch of all other tests: of a newer one an index may have CUDA's alone, which is large.
     (torch,) = re.findall("^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     torch_here = [f"--build-arg=TORCH={torch}"] if name == "worker" else []
-    command += [f"--build-arg=BASE={BASE}", *torch_here, f"--tag={image}"]
+    command += [f"--build-arg=BASE={base(name)}", *torch_here, f"--tag={image}"]
     secrets, folders = pip_here(folder)
     command += [f"--secret=id={name},src={path}" for name, path in secrets.items()]
     command += [f"--volume={path}:{path}:ro" for path in folders]

@@ -18,13 +18,14 @@ pytestmark = pytest.mark.timeout(1200)  # it may have to build the images
 
 READY_S = 60.0
 KNOWN = {"build", "cap_drop", "command", "depends_on", "environment", "healthcheck", "hostname"}
-KNOWN |= {"image", "networks", "read_only", "security_opt", "stop_grace_period", "volumes"}
+KNOWN |= {"image", "networks", "read_only", "security_opt", "stop_grace_period", "tmpfs", "volumes"}
 
 
 def options(service):
     """Return what podman calls a service's rights, and its time to stop."""
     said = ["--read-only", "--read-only-tmpfs=false"] if service.get("read_only") else []
     said += [f"--cap-drop={right.lower()}" for right in service.get("cap_drop", ())]
+    said += [f"--tmpfs={folder}" for folder in service.get("tmpfs", ())]
     if grace := service.get("stop_grace_period"):
         said.append(f"--stop-timeout={grace.removesuffix('s')}")
     return said + [f"--security-opt={option}" for option in service.get("security_opt", ())]

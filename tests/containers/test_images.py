@@ -43,7 +43,8 @@ def test_the_reducers_image_is_small_and_asks_for_no_rights(reducer_image):
     assert image["Size"] < LARGEST_REDUCER
     assert image["Config"]["User"] == "10001:10001"
     assert image["Config"]["Entrypoint"] == ["reducer"]
-    assert image["Healthcheck"]["Test"][0] == "CMD"
+    assert image["Healthcheck"]["Test"] == ["CMD", "reducer", "health"]
+    assert "REDUCTION_HTTP=127.0.0.1:9090" in image["Config"]["Env"]
     assert image["Labels"]["org.opencontainers.image.version"] == reducer.__version__
     for absent in ("torch", "pip"):
         said = run(reducer_image, "-c", f"import {absent}", entrypoint="python").stderr
@@ -70,13 +71,12 @@ def test_a_reducer_serves_with_no_rights_at_all(lab, reducer_image):
         assert server.stop() == 0
 
 
-def test_a_reducer_that_answers_no_probe_is_not_healthy_and_strangers_are_not_served(
-    lab, reducer_image
-):
+def test_health_is_asked_where_probes_are_answered_and_strangers_are_not_served(lab, reducer_image):
     env = {**INSECURE, "REDUCTION_HTTP": "0.0.0.0:9091"}
     with contained(lab, lab.hosts[0], reducer_image, ["serve"], env=env) as server:
         server.wait_for("reducer ready on ")
-        assert not server.healthy()
+        assert server.healthy()
+    assert run(reducer_image, "health").returncode != 0  # nobody serves there
     with contained(lab, lab.hosts[0], reducer_image, ["serve"], options=LOCKED) as server:
         assert server.wait() == 2
         assert "--insecure" in server.logs()

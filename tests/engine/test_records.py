@@ -24,7 +24,7 @@ def compiled(folder, *arguments):
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     program = str(folder / "program")
-    flags = re.findall(r"^FLAGS \+= (\[.*\])$", (ROOT / "setup.py").read_text(), re.MULTILINE)
+    flags = re.findall(r"^FLAGS = (\[.*\])$", (ROOT / "setup.py").read_text(), re.MULTILINE)
     options = ["-O2", *ast.literal_eval(flags[0]), "-Werror", f"-I{ROOT}"]
     built = run_command("cc", *options, *arguments, "-o", program, cwd=ROOT)
     assert built.returncode == 0, built.stderr

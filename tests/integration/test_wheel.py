@@ -1,33 +1,38 @@
-"""What is built for others: an archive of sources, and wheels with and without a compiler."""
+"""What is built for others: an archive of sources, and wheels of what a compiler makes of it."""
 
 import email
 import os
 import re
+import shutil
 import sys
 import tarfile
-import venv
 from pathlib import Path
 from zipfile import ZipFile
 
-import numpy
 import pytest
 
 import reducer
-from tests.commands import reduced_by, run_command
+from tests.commands import run_command
 
 ROOT = Path(__file__).parent.parent.parent
 REPOSITORY = "https://example.org/someone/reduction"
 PAGE = ("index.html", "page.css", "page.js", "icon.svg")
 LINK = re.compile(r"(!?)\[[^]]*\]\(([^)]+)\)")
-# Of processes that are not to find this checkout.
-OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-NO_COMPILER = """
-from reducer.runtime import implementation
-from reducer import kernels
-assert kernels.variants() == ("numpy",), kernels.variants()
-assert implementation.select(None, kernels.select(None)) is implementation.PLAIN
+# Makes nothing, and notes what it is told, and whether another one runs meanwhile.
+COMPILER = """#!/bin/sh
+mkdir {notes}.one && alone=yes || echo beside another >>{notes}
+echo "$@" >>{notes}
+while test $# -gt 1; do
+    test "$1" = -o && : >"$2"
+    shift
+done
+test -z "$alone" || rmdir {notes}.one
 """
+OF_A_PACKAGER = {
+    "CFLAGS": "-O1 -g1",
+    "LDFLAGS": "-Wl,-z,lazy",
+    "DEB_BUILD_OPTIONS": "nocheck parallel=1",
+}
 
 
 def build(*arguments, fails=False, **environment):
@@ -47,9 +52,9 @@ def archive(tmp_path_factory):
     return built
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def unpacked(archive, tmp_path_factory):
-    """What is in the archive of sources, and nothing that another test has built of it."""
+    """What is in the archive of sources."""
     folder = tmp_path_factory.mktemp("sources")
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
@@ -57,32 +62,58 @@ def unpacked(archive, tmp_path_factory):
     return unpacked
 
 
+def compiled(unpacked, folder, **environment):
+    """Build a wheel with a compiler that only takes notes; return the wheel and the notes."""
+    compiler, notes = folder / "cc", folder / "notes"
+    compiler.write_text(COMPILER.format(notes=notes))
+    compiler.chmod(0o755)
+    shutil.rmtree(unpacked / "build", ignore_errors=True)
+    build("--wheel", "--outdir", folder, unpacked, CC=str(compiler), **environment)
+    (wheel,) = folder.glob("*.whl")
+    return wheel, [line.split() for line in notes.read_text().splitlines()]
+
+
 @pytest.mark.extended
 @pytest.mark.timeout(400)
-def test_what_is_built_for_others_is_compiled_or_not_built(unpacked, tmp_path):
-    command = ("--wheel", "--outdir", tmp_path, unpacked)
-    assert "false" in build(*command, fails=True, CC="false", REDUCTION_BUILD_REQUIRED="1")
+def test_what_cannot_be_compiled_is_not_installed_and_says_what_to_install(unpacked, tmp_path):
+    said = build("--wheel", "--outdir", tmp_path, unpacked, fails=True, CC="false")
+    assert "false" in said
+    assert "apt-get install gcc" in said
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(400)
-def test_without_a_compiler_the_plain_loops_serve(unpacked, tmp_path):
-    build("--wheel", "--outdir", tmp_path, unpacked, CC="false")
-    (wheel,) = tmp_path.glob("*.whl")
-    home = tmp_path / "home"
-    venv.create(home)
-    (packages,) = home.glob("lib/python*/site-packages")
+@pytest.mark.parametrize("packager", [{}, OF_A_PACKAGER], ids=["nobody's", "packager's"])
+def test_a_packagers_flags_and_number_of_compilers_hold(unpacked, tmp_path, packager):
+    _, notes = compiled(unpacked, tmp_path, **{"CFLAGS": "", "LDFLAGS": "", **packager})
+    assert packager == {} or ["beside", "another"] not in notes
+    compilers = [words for words in notes if "-c" in words]
+    linkers = [words for words in notes if "-shared" in words]
+    assert compilers
+    assert linkers
+    for words in compilers:
+        (*_, speed) = (word for word in words if word.startswith("-O"))
+        assert speed == ("-O1" if packager else "-O3")
+        hardened = {"-fstack-protector-strong", "-D_FORTIFY_SOURCE=3"} <= set(words)
+        assert hardened == (not packager)
+        assert {"-ffp-contract=off", "-Werror=format-security"} <= set(words)
+    for words in linkers:
+        assert ("-Wl,-z,relro,-z,now" in words) == (not packager)
+        assert ("-Wl,-z,lazy" in words) == bool(packager)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+def test_a_wheel_holds_what_runs_and_its_description_leads_nowhere(unpacked, tmp_path):
+    wheel, _ = compiled(unpacked, tmp_path)
     with ZipFile(wheel) as built:
-        assert not [name for name in built.namelist() if name.endswith(".so")]
-        assert {f"reducer/monitoring/page/{name}" for name in PAGE} <= set(built.namelist())
-        (metadata,) = (name for name in built.namelist() if name.endswith(".dist-info/METADATA"))
+        names = built.namelist()
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         described = email.message_from_bytes(built.read(metadata))
-        built.extractall(packages)
-    # Our dependencies are those of this environment, but not the checkout that is installed there.
-    (packages / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")
-    said = reduced_by(home / "bin" / "python", code=NO_COMPILER, cwd=home, env=OUTSIDE)
-    assert said == "plain [0. 1. 2. 3. 4.]"
+    assert {f"reducer/monitoring/page/{name}" for name in PAGE} <= set(names)
+    assert {"reducer/py.typed", "worker_client/py.typed"} <= set(names)
+    assert [name for name in names if re.search(r"\.(c|h|pyx|pxd)$", name)] == []
     # Nobody said where the repository is: no link leads into it, and no text is lost.
     assert LINK.findall(described.get_payload()) == []
     assert "\nPerformance has the commands; `reducer plan` predicts" in described.get_payload()

@@ -1,11 +1,10 @@
 """What came of each mutant, in a file that people read too, and the table of it."""
 
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
-
-import tomllib
 
 HERE = Path(__file__).parent
 RESULTS, EQUIVALENT = HERE / "results.tsv", HERE / "equivalent.toml"

@@ -20,7 +20,6 @@ SOUND = TREES / "sound"
 APART = (".git", ".venv*", "build", "*.egg-info", ".*_cache", ".hypothesis", "results")
 # Quick to compile, and without mutants that only a compiler's warning keeps from running.
 FLAGS = '"-O0", "-Werror=incompatible-pointer-types", "-Werror=int-conversion"'
-SWITCHES = os.environ | {"REDUCTION_BUILD_REQUIRED": "1"}
 TEST_S = 120
 HUNG_S = TEST_S + 30  # without a note: in C, where pytest cannot end it
 
@@ -120,7 +119,7 @@ class Tree:
 
     def build(self):
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-        return not run_command(*command, cwd=self.path, env=SWITCHES).returncode
+        return not run_command(*command, cwd=self.path).returncode
 
     def restore(self):
         """Take the change out again, and what was compiled of it."""

@@ -17,7 +17,7 @@ from reducer.engine.allow_list import ANY, LOCAL
 from reducer.errors import AuthError, ConfigError
 from reducer.keyfiles import KeyPair, is_key
 from reducer.runtime.keyring import LOOK_S, Keyring
-from reducer.runtime.plain_transport import make_pair
+from reducer.zmtp._keys import make_pair
 from tests.commands import REDUCER, run_command, serving
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect

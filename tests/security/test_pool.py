@@ -12,8 +12,7 @@ from hostile.lines import Encrypted
 from reducer import keyfiles
 from reducer.commands.keygen import keygen
 from reducer.errors import AuthError, ConfigError, MembershipError, RemoteProtocolError
-from reducer.runtime.keyring import Keyring
-from reducer.runtime.zap import LOG_S
+from reducer.runtime.keyring import LOG_S, Keyring
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, decode_error, encode

@@ -132,7 +132,7 @@ def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process():
 
 HOLDERS = {
     "reducer": """
-        from reducer.runtime._loop import Sockets, use_sodium
+        from reducer.runtime._loop import Sockets
 
         def hold(keys):
             Sockets(keys=keys[:2])
@@ -142,7 +142,7 @@ HOLDERS = {
         from reducer.wire.constants import MessageType
         from reducer.wire.header import Header
         from worker_client.protocol._flight import CompiledFlight
-        from worker_client.runtime._loop import Loop, use_sodium
+        from worker_client.runtime._loop import Loop
 
         def hold(keys):
             here, there = socket.socketpair()
@@ -154,9 +154,7 @@ HOLDERS = {
 }
 HOLD = """
 import sys
-from reducer.zmtp.sodium import addresses
 {holder}
-use_sodium(addresses())
 secret = bytes.fromhex(sys.stdin.readline())
 for step in range(2):
     print("ready", flush=True)

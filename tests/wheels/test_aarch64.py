@@ -1,7 +1,7 @@
 """The wheel for 64-bit Arm, run by Debian's Python for such CPUs.
 
-An emulator of single programs runs both where it is installed (``make cross-tools``). That Python
-is unpacked from Debian's packages, which an apt with a state of its own fetches.
+An emulator of single programs runs both where it is installed: ``make cross-tools``. The Python was
+unpacked by `make release`.
 """
 
 import json
@@ -14,9 +14,9 @@ import pytest
 
 from tests.commands import reduced_by, run_command
 from tests.kernels import computed, golden
-from tests.wheels.built import OUTSIDE, wheel_of
+from tests.wheels.built import DIST, OUTSIDE, wheel_of
 
-PACKAGES = ("python3-minimal", "libpython3-stdlib", "libstdc++6")  # NumPy needs the last
+UNPACKED = DIST.parent / "build/aarch64-linux-gnu"
 EMULATOR = "qemu-aarch64"
 PLATFORMS = ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 40))]
 
@@ -25,13 +25,10 @@ PLATFORMS = ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor
 def python(tmp_path_factory):
     """The command of an emulated Python that has the wheel and what it asks for."""
     wheel = wheel_of("aarch64")
-    for tool in (EMULATOR, "apt-get", "dpkg-deb"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs {tool}: make cross-tools, on a Debian")
-    home = tmp_path_factory.mktemp("aarch64")
-    root = home / "root"
-    for package in fetched(home):
-        subprocess.run(["dpkg-deb", "-x", package, root], check=True)
+    if shutil.which(EMULATOR) is None:
+        pytest.skip(f"needs {EMULATOR}: make cross-tools, on a Debian")
+    root = tmp_path_factory.mktemp("aarch64") / "root"
+    shutil.copytree(UNPACKED, root, symlinks=True, ignore=shutil.ignore_patterns("apt"))
     found = root / "usr" / "bin" / "python3"
     version = found.resolve().name.removeprefix("python")
     pip = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:"]
@@ -40,29 +37,6 @@ def python(tmp_path_factory):
     done = run_command(*pip, wheel, env=OUTSIDE)
     assert done.returncode == 0, done.stderr
     return [EMULATOR, "-L", root, found]
-
-
-def fetched(home):
-    """Return packages that hold a Python for 64-bit Arm, and all that they need."""
-    state, cache = home / "state", home / "cache"
-    for folder in (state / "lists" / "partial", cache / "archives" / "partial"):
-        folder.mkdir(parents=True)
-    (state / "status").touch()  # nothing is installed
-    options = {
-        "Dir::State": state,
-        "Dir::State::status": state / "status",
-        "Dir::Cache": cache,
-        "APT::Architecture": "arm64",
-        "APT::Architectures": "arm64",
-        "APT::Sandbox::User": "root",
-    }
-    apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
-    install = ("install", "-y", "--download-only", "--no-install-recommends", *PACKAGES)
-    for command in (("update",), install):
-        done = run_command(*apt, *command)
-        if done.returncode:
-            pytest.skip(f"apt has no Python for 64-bit Arm here: {done.stderr[-300:]}")
-    return sorted((cache / "archives").glob("*.deb"))
 
 
 @pytest.mark.timeout(600)

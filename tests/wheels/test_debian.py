@@ -22,7 +22,7 @@ def test_the_first_commands_train_through_a_pool_and_so_do_embedded_ranks(tmp_pa
     wheel = wheel_of(platform.machine())
     try:
         images.check_tools()
-        images.make_base(tmp_path)
+        images.make_base("worker", tmp_path)
     except images.Unavailable as reason:
         pytest.skip(str(reason))
     secrets, folders = images.pip_here(tmp_path)
@@ -36,7 +36,7 @@ def test_the_first_commands_train_through_a_pool_and_so_do_embedded_ranks(tmp_pa
     if "ca" in secrets:  # Debian's Python brings a package that writes where images have it
         options += [f"--volume={secrets['ca']}:/ca.crt:ro", "--env=PIP_CERT=/ca.crt"]
     script = f"{PYTHON}{commands}worker-client demo --reducers 0\n"
-    done = podman("run", *options, images.BASE, "bash", "-euxo", "pipefail", "-c", script)
+    done = podman("run", *options, images.base("worker"), "bash", "-euxo", "pipefail", "-c", script)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     assert len(commands.splitlines()) == 3
     assert done.stdout.count("largest weight difference to Gloo") == 2

@@ -147,7 +147,7 @@ def test_whose_wait_for_the_future_is_interrupted_learns_of_the_interrupt(work, 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        with pytest.raises((KeyboardInterrupt, concurrent.futures.TimeoutError)):
+        with pytest.raises((KeyboardInterrupt, TimeoutError)):
             future.result(0.01)
     finally:
         sys.settrace(before)

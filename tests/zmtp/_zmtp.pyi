@@ -4,8 +4,6 @@ from typing import Any
 Buffer = bytes | bytearray | memoryview
 Event = tuple[Any, ...]  # what it is, and what belongs to it
 
-def use(functions: Sequence[int]) -> None: ...
-
 class Zmtp:
     def __init__(
         self, server: bool, keys: tuple[bytes, bytes, bytes] | None, max_frame_bytes: int

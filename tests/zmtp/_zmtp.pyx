@@ -6,12 +6,10 @@ fuzzer.
 
 from cpython.bytearray cimport PyByteArray_AsString
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
-from libc.stdint cimport uint8_t, uint16_t, uint64_t, uintptr_t
+from libc.stdint cimport uint8_t, uint16_t, uint64_t
 from libc.string cimport memcpy
 
-from reducer.zmtp.curve cimport (
-    CURVE_KEY_BYTES, copy_keys, curve_keys, curve_use, explicit_bzero, sodium,
-)
+from reducer.zmtp.curve cimport CURVE_KEY_BYTES, copy_keys, curve_keys, explicit_bzero
 from reducer.zmtp.net cimport (
     ZMTP_DIFFERS,
     ZMTP_FOREIGN,
@@ -22,8 +20,6 @@ from reducer.zmtp.net cimport (
     ZMTP_WRONG_KEY,
     zmtp_t,
 )
-
-from reducer.zmtp.sodium import FUNCTIONS, addresses
 
 
 cdef extern from "reducer/zmtp/zmtp.h" nogil:
@@ -60,23 +56,6 @@ cdef dict FAULTS = {
     ZMTP_TOO_LARGE: "too-large",
 }
 
-cdef void *_functions[7]
-cdef bint _loaded = False
-
-
-def use(functions):
-    """Take libsodium's functions from these addresses, in the order of `sodium.FUNCTIONS`.
-
-    Without it they are found when they are needed first. A fuzzer hands in chance that repeats.
-    """
-    global _loaded
-    if len(functions) != len(FUNCTIONS):
-        raise ValueError(f"libsodium's functions are {len(FUNCTIONS)}")
-    for index, address in enumerate(functions):
-        _functions[index] = <void *><uintptr_t>address
-    curve_use(<const sodium *>_functions)
-    _loaded = True
-
 
 cdef class Zmtp:
     """One side of a connection.
@@ -91,7 +70,7 @@ cdef class Zmtp:
         max_frame_bytes: the longest frame that is taken.
 
     Raises:
-        ConfigError: there is no libsodium.
+        OSError: libsodium cannot be used.
         ValueError: a key has another length.
     """
 
@@ -113,8 +92,6 @@ cdef class Zmtp:
         if keys is None:
             zmtp_init(&self.its, server, NULL, max_frame_bytes)
             return
-        if not _loaded:
-            use(addresses())
         if len(keys) != 3:
             raise ValueError(f"keys are three of {CURVE_KEY_BYTES} bytes each")
         copy_keys(&pair, keys)

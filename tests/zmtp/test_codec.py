@@ -1,14 +1,9 @@
 """The codec without a network: two of ours, and what no honest peer says."""
 
-import ctypes.util
-from pathlib import Path
-
 import pytest
 from zmq.utils import z85
 
 from fuzz.seeded import Seeded
-from reducer.errors import ConfigError
-from reducer.zmtp import sodium
 from tests.zmtp import _zmtp
 from tests.zmtp.sides import (
     MAX_FRAME_BYTES,
@@ -329,7 +324,7 @@ class Sealer:
     def __init__(self, seeded):
         _, self.server = joined(Keys.new(), 2000)
         self._seeded = seeded
-        self._key = seeded.made[-2]
+        self._key = seeded.session_key()
         self.count = 10
 
     def frame(self, inside, outer=0):
@@ -342,12 +337,8 @@ class Sealer:
 
 @pytest.fixture
 def sealer():
-    seeded = Seeded()
-    _zmtp.use(seeded.addresses)
-    try:
+    with Seeded() as seeded:
         yield Sealer(seeded)
-    finally:
-        _zmtp.use(sodium.addresses())
 
 
 @pytest.mark.parametrize(
@@ -402,8 +393,6 @@ def test_keys_have_their_length():
     for wrong in ((b"x" * 32, b"x" * 32), (b"x" * 32, b"x" * 31, b"x" * 32)):
         with pytest.raises(ValueError, match="32 bytes"):
             _zmtp.Zmtp(True, wrong, 100)
-    with pytest.raises(ValueError, match="functions are"):
-        _zmtp.use(sodium.addresses()[:-1])
 
 
 def test_closing_is_for_ever_and_who_is_not_ready_sends_nothing(keys):
@@ -416,29 +405,3 @@ def test_closing_is_for_ever_and_who_is_not_ready_sends_nothing(keys):
         for send in (lambda side=side: side.send([b"x"]), lambda side=side: side.ping(1)):
             with pytest.raises(ValueError, match="follow the handshake"):
                 send()
-
-
-def test_it_is_the_one_that_libzmq_has_loaded():
-    import zmq  # noqa: F401, PLC0415 (which loads it)
-
-    assert len(sodium.addresses()) == len(sodium.FUNCTIONS)
-    mapped = {
-        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line
-    }
-    assert len([path for path in mapped if "libsodium" in path]) == 1
-
-
-def test_the_systems_serves_where_pyzmq_brings_none(monkeypatch):
-    monkeypatch.setattr(sodium, "find_spec", lambda _: None)
-    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.23")
-    assert sodium.library() == "libsodium.so.23"
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [(None, "install pyzmq from a wheel"), ("libc.so.6", "libc.so.6 cannot be used")],
-)
-def test_where_there_is_none_it_says_what_to_do(monkeypatch, name, why):
-    monkeypatch.setattr(sodium, "library", lambda: name)
-    with pytest.raises(ConfigError, match=why):
-        sodium.addresses()

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
 from reducer.units import address, host_port, is_loopback
+from reducer.zmtp._keys import make_pair
 from worker_client import config
 from worker_client.client.interfaces import addresses, choose, described, towards
 from worker_client.communicators.placement import host_identity
-from worker_client.runtime.credentials import Curve, make_pair
+from worker_client.runtime.credentials import Curve
 from worker_client.runtime.service_thread import close_in_child
 
 if TYPE_CHECKING:

@@ -193,7 +193,7 @@ class Negotiation:
         for asked in mine:
             try:
                 has[indices[asked.tensor][asked.call]] = 1
-            except KeyError:  # noqa: PERF203 (rare: at first alone)
+            except KeyError:
                 *what, shape = asked.tensor
                 news.append((*what, asked.call, shape) if shape else (*what, asked.call))
         first = self._present[0] == self._rank  # of the latest round: one is enough

@@ -144,7 +144,7 @@ def wait_for_all(works: Iterable[Waitable]) -> None:
     for work in works:
         try:
             work.wait()
-        except ReductionError as error:  # noqa: PERF203 (one by one is the point)
+        except ReductionError as error:
             first = first or error
     if first is not None:
         raise first

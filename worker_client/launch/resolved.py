@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class Launcher(str, Enum):
+class Launcher(StrEnum):
     """Who started this process."""
 
     NONE = "none"
@@ -28,7 +28,7 @@ class Launcher(str, Enum):
     TF_CONFIG = "TF_CONFIG"
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What this replica is there for."""
 
     WORKER = "worker"

@@ -20,7 +20,6 @@ class Change(NamedTuple):
     mechanism: str
     reason: str
 
-def use_sodium(functions: Sequence[int]) -> None: ...
 
 class Loop:
     def __init__(self, flight: CompiledFlight, every_s: float) -> None: ...

@@ -4,9 +4,9 @@ cimport cython
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t
 
-from reducer.zmtp.curve cimport copy_keys, curve_keys, curve_use, explicit_bzero, sodium
+from reducer.zmtp.curve cimport copy_keys, curve_keys, explicit_bzero
 from reducer.zmtp.net cimport (
     CONNECTING,
     OPEN,
@@ -56,14 +56,6 @@ class Change(NamedTuple):
     reason: str
 
 
-cdef sodium _sodium
-
-
-def use_sodium(functions):
-    """Say where libsodium's functions are; see `reducer.zmtp.sodium.addresses`."""
-    for at, address in enumerate(functions):
-        (<void **>&_sodium)[at] = <void *><uintptr_t>address
-    curve_use(&_sodium)
 
 
 @cython.no_gc_clear  # a collector leaves it its flight until its connections have ended

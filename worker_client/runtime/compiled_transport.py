@@ -17,16 +17,14 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zmq import curve_public
-from zmq.utils import z85
-
 from reducer import tcp_connections
 from reducer.clock import SPARE_ROUND_TRIPS, ServingTime, Silence, is_lost
 from reducer.errors import ReductionError
 from reducer.wire.constants import RESUME_S, TYPE_AT, MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import decode_error
-from reducer.zmtp import sodium
+from reducer.zmtp import z85
+from reducer.zmtp._keys import public_of
 from worker_client.protocol.spec import HEARTBEATS
 from worker_client.runtime import _loop, credentials
 from worker_client.runtime.credentials import Keys
@@ -121,9 +119,6 @@ class CompiledTransport(Transport):
         context: of the reducer that this process hosts, to reach it without a socket.
         keys: what to show to reducers, and which to expect.
         heartbeats: how often to send some, and how long to be patient without any.
-
-    Raises:
-        ConfigError: there are keys, and no libsodium.
     """
 
     def __init__(
@@ -137,8 +132,6 @@ class CompiledTransport(Transport):
         del io_threads
         self._inside = context or {}
         self._keys = keys or Keys()
-        if keys is not None and (keys.pool or any(keys.hosts.values())):
-            _loop.use_sodium(sodium.addresses())
         self._patience_s = heartbeats.patience_s
         self.loop = self._loop = _loop.Loop(flight, heartbeats.every_s)
         self._ways: list[_Way] = []  # of all lines
@@ -546,8 +539,8 @@ def _raw(curve: Curve | None) -> tuple[bytes, bytes, bytes] | None:
     """Return a pair, and the reducer's public key, as bytes."""
     if curve is None:
         return None
-    secret = curve.secret.encode("ascii")
-    return z85.decode(curve_public(secret)), z85.decode(secret), z85.decode(curve.server)
+    secret = z85.decode(curve.secret)
+    return public_of(secret), secret, z85.decode(curve.server)
 
 
 def _unread(connection: socket.socket) -> bool:

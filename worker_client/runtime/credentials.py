@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zmq import curve_keypair
-
 from reducer import keyfiles
 from reducer.errors import AuthError, ConfigError
-from reducer.keyfiles import KeyPair
 from reducer.wire.job_names import MAX_OWNER_BYTES, is_owner
 
 if TYPE_CHECKING:
@@ -47,12 +44,6 @@ class Keys:
     def at(self, address: str) -> Curve | None:
         """Return what to use at an address, ``host:port``; None for no keys."""
         return self.hosts.get(address, self.pool)
-
-
-def make_pair() -> KeyPair:
-    """Return a new key pair of CURVE."""
-    public, secret = curve_keypair()
-    return KeyPair(public.decode("ascii"), secret.decode("ascii"))
 
 
 def load(directory: Path | None) -> Keys:

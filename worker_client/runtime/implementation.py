@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from reducer.errors import ConfigError
 from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.runtime.plain_transport import PlainTransport
 
 if TYPE_CHECKING:
     from worker_client.protocol.flight import Flight
@@ -48,9 +47,6 @@ class Implementation(NamedTuple):
     inproc: str
 
 
-PLAIN = Implementation("plain", PlainFlight, PlainTransport, inproc="inproc://")
-
-
 def select(name: str | None) -> Implementation:
     """Return the implementation called ``plain`` or ``compiled``; of None, the best there is.
 
@@ -58,14 +54,20 @@ def select(name: str | None) -> Implementation:
         ConfigError: the compiled one was asked for and cannot be had; the message says why.
     """
     if name == "plain":
-        return PLAIN
+        return _plain()
     try:
         return _compiled()
     except ConfigError as error:
         if name is not None:
             raise
         log.info("the plain implementation serves, which is slower: %s", error)
-        return PLAIN
+        return _plain()
+
+
+def _plain() -> Implementation:
+    from worker_client.runtime.plain_transport import PlainTransport  # noqa: PLC0415 (with libzmq)
+
+    return Implementation("plain", PlainFlight, PlainTransport, inproc="inproc://")
 
 
 def _compiled() -> Implementation:

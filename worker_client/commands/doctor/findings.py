@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 SLOW = 1 / 3  # of what the others carry: less is no noise of a measurement
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What can be wrong with a reducer, or with this host."""
 
     NAME = "name does not resolve"

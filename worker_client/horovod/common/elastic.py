@@ -75,7 +75,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
                     return func(state, *args, **kwargs)
                 finally:
                     job.in_elastic_function = False
-            except HostsUpdatedInterrupt as interrupt:  # noqa: PERF203 (once in many steps)
+            except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
                 state.on_reset()
             except ReductionError as error:
