@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from reducer.zmtp import _zmtp
+from tests.zmtp import _zmtp
 
 if TYPE_CHECKING:
     from typing import Self

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ class Change(NamedTuple):
     fault: int
     mechanism: str
     reason: str
-
 
 class Loop:
     def __init__(self, flight: CompiledFlight, every_s: float) -> None: ...
