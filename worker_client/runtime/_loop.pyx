@@ -56,8 +56,6 @@ class Change(NamedTuple):
     reason: str
 
 
-
-
 @cython.no_gc_clear  # a collector leaves it its flight until its connections have ended
 cdef class Loop:
     """The loop over all connections of a worker; one thread at a time uses it, but for `wake`.
