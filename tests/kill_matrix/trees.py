@@ -38,7 +38,7 @@ FIRST = {
 THEN = ("transport", "worker_client", "reducer", "security", "faults", "integration")
 JOBS = ("integration", "faults", "worker_client", "security", "transport", "reducer")
 THEN_OF = {"worker_client/communicators": JOBS, "worker_client/outer": JOBS[:1]}
-ONLY = {"worker_client/outer": "OuterOptimizer"}  # what has none of it cannot notice
+ONLY = {"worker_client/outer": "OuterOptimizer"}  # a test that never uses it notices no mutant
 CALLED = {  # what tests are about, where they call it differently
     "hierarchical": {"hierarchy"},
     "elastic": {"join", "loss"},
@@ -50,9 +50,10 @@ LONG = ("test_state_machine.py", "test_simulator.py")
 
 
 def tests_of(mutant):
-    """Return the files of tests that are asked first, and those that are asked then.
+    """Return the files of tests to run first, and those to run if none of these fails.
 
-    What has noticed most in the room comes first of each.
+    Tests about the mutant's own file are in both lists, as new ones may have come in between. Each
+    list begins with the tests that have noticed the most mutants of the room.
     """
     folders = dict.fromkeys((*FIRST[mutant.room], *THEN_OF.get(mutant.room, THEN)))
     tests = SOUND / "tests"
@@ -74,9 +75,9 @@ def tests_of(mutant):
 
     noticed = noticing(module.parent)
     files.sort(key=lambda path: (-noticed[str(path.relative_to(SOUND))], place(path)))
-    first, then = ([p for p in files if (place(p) >= 2) == late] for late in (False, True))
+    first = [path for path in files if place(path) <= 1]
     only = ONLY.get(mutant.room, "")
-    then = [path for path in then if only in path.read_text()]
+    then = [p for p in files if place(p) == 0 or (place(p) >= 2 and only in p.read_text())]
     return [[str(path.relative_to(SOUND)) for path in part] for part in (first, then)]
 
 

@@ -226,7 +226,7 @@ def test_a_signal_ends_a_wait_at_once(reducer):
 
 
 WITHOUT_FILES = """
-import os, resource
+import resource
 from reducer.wire.header import Header
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.runtime._loop import Loop
