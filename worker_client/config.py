@@ -209,11 +209,10 @@ class WorkerConfig(BaseSettings):
     in any case. A job with ``REDUCTION_KEYS`` encrypts all that it sends (docs/security.md)."""
 
     impl: Literal["plain", "compiled"] | None = None
-    """``compiled`` or ``plain``: the implementation that moves the chunks. By default the compiled
-    one where it was built; both give the same results, and the plain one is slower."""
-
-    io_threads: int = Field(default=1, ge=1, le=64)
-    """Threads of libzmq that move bytes, in the plain implementation; the compiled one has none."""
+    """``compiled``, as by default, or ``plain``: the reference of the protocol in place of the
+    client. It makes one blocking all-reduce after the other at reducers of REDUCTION_SERVERS, and
+    has neither keys nor anything else beyond the protocol's core. It is for conformance, on
+    loopback and private networks."""
 
     timeline: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory for a file of what happened when, ``JOB-rankN.json``, which Perfetto opens

@@ -18,7 +18,7 @@ def computed(variant, *, kind, dtype, op, inputs, nbytes, by):
         out = bytearray(nbytes)
         kernels.select(variant).reduce(inputs, out, DType[dtype], ReduceOp[op])
         return bytes(out)
-    its, given = casts.select(variant), memoryview(inputs[0])
+    its, given = casts.variants().get(variant) or casts.select(), memoryview(inputs[0])
     if kind == "divide":
         values = bytearray(given)
         its.divide(memoryview(values), by, DType[dtype])

@@ -12,7 +12,7 @@ pytest.importorskip("torch", reason="needs torch")
 RANK = """
 import numpy, torch, torch.distributed as dist, worker_client
 from reducer.errors import AuthError
-from worker_client.runtime.zmtp_greeting import greet, split
+from worker_client.commands.doctor.greeting import greet, split
 from worker_client.client.bootstrap import connect
 from worker_client.client.interfaces import addresses
 dist.init_process_group("gloo")

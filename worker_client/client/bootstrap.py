@@ -10,7 +10,7 @@ import secrets
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from reducer.errors import (
     ConfigError,
@@ -33,7 +33,7 @@ from worker_client.communicators.placement import arrange, host_identity, host_n
 from worker_client.launch import Role
 from worker_client.launch.resolved import Launcher
 from worker_client.protocol.spec import Heartbeats, JobSpec, file_name
-from worker_client.runtime import implementation
+from worker_client.runtime.credentials import Keys
 from worker_client.runtime.credentials import load as load_keys
 from worker_client.staging.wire_rule import WIRE_DTYPES
 
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from worker_client.communicators.process_group import ProcessGroup
     from worker_client.config import InitSettings, WorkerConfig
     from worker_client.launch.resolved import Resolved
-    from worker_client.runtime.credentials import Keys
-
 
 log = logging.getLogger(__name__)
 _divisions = [0]  # calls of `connect_subgroup` so far; the same number at every rank
@@ -77,6 +75,8 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
     if group is None and rank is None and world_size is None:
         group = rendezvous.current()
     rank, world_size = _identify(rank, world_size, group)
+    if settings.impl == "plain":
+        return _reference(settings, group, (rank, world_size))
     place = _place(settings, group)
     if group is None or place is None:
         client = enlist(settings, group, (rank, world_size))
@@ -134,8 +134,8 @@ def _join(settings: WorkerConfig) -> Client:
         reducers=settings.servers,
         window_bytes=int(settings.window_bytes),
         chunk_bytes=int(settings.chunk_bytes),
-        streams=composer.streams(settings.streams),
-        resumes=composer.resumes,
+        streams=settings.streams,
+        resumes=True,
         agreed=_agreed(settings),
         process=secrets.token_hex(8),
         heartbeats=Heartbeats(settings.heartbeat, settings.patience),
@@ -370,8 +370,8 @@ def enlist(
             reducers=addresses,
             window_bytes=int(settings.window_bytes),
             chunk_bytes=int(settings.chunk_bytes),
-            streams=composer.streams(settings.streams),
-            resumes=composer.resumes,
+            streams=settings.streams,
+            resumes=True,
             fallback=settings.fallback != "error",
             elastic=settings.on_rank_lost == "continue",
             begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
@@ -409,6 +409,15 @@ def enlist(
     return client
 
 
+def _reference(settings: WorkerConfig, group: Rendezvous | None, who: tuple[int, int]) -> Client:
+    from worker_client.client.reference_client import (  # noqa: PLC0415 (loads libzmq)
+        ReferenceClient,
+    )
+
+    job = job_name(settings, group, Keys(), alone=who[1] == 1)
+    return cast("Client", ReferenceClient(settings, job, *who))  # so much of one as it has
+
+
 def _composer(
     settings: WorkerConfig,
     keys: Keys,
@@ -416,11 +425,14 @@ def _composer(
     place: Place | None = None,
     meet: Callable[[str], NodeSockets] | None = None,
 ) -> Composer:
+    if settings.impl == "plain":
+        raise ConfigError(
+            "REDUCTION_IMPL=plain starts the reference, which is for a job of its own at reducers "
+            "that run already: leave it out, or set REDUCTION_IMPL=compiled"
+        )
     return Composer(
-        implementation.select(settings.impl),
         timeout_s=settings.timeout,
         connect_timeout_s=settings.connect_timeout,
-        io_threads=settings.io_threads,
         context=hosted.context if hosted else None,
         keys=keys,
         wire_dtype=WIRE_DTYPES[settings.wire_dtype],

@@ -18,8 +18,8 @@ from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import PATIENCE_S
+from worker_client.protocol import _state
 from worker_client.protocol.operation import Operation, refused
-from worker_client.protocol.state import CallMeter, MeteredCall
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import DEFINED, parse, parse_op, refuse_weight
 from worker_client.staging.device_copies import DeviceStaging
@@ -81,7 +81,6 @@ class Client:
         ordered: has joined the job; all-reduces in the order of calls go through it.
         fusion: what reduces tensors that have names.
         wire: what tensors travel as.
-        impl: name of the implementation.
         timeout_s: default for `all_reduce`, in seconds.
         departure: what `ordered` does after its farewell.
         trace: shows what becomes of calls, while there is a timeline.
@@ -89,8 +88,11 @@ class Client:
         enter: joins another job at the same reducers, from its spec.
 
     Attributes:
+        impl: what ``REDUCTION_IMPL`` calls it.
         on_end: called once, with this client, when it begins to shut down.
     """
+
+    impl = "compiled"
 
     def __init__(
         self,
@@ -98,7 +100,6 @@ class Client:
         fusion: Fusion,
         *,
         wire: WireRule,
-        impl: str,
         timeout_s: float,
         departure: Departure,
         trace: Trace,
@@ -106,7 +107,6 @@ class Client:
         enter: Callable[[JobSpec], Client] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
-        self.impl = impl
         self.on_end: Callable[[Client], None] | None = None
         self._ordered = ordered
         self._fusion = fusion
@@ -116,10 +116,11 @@ class Client:
         self._departure = departure
         self._admission = admission
         self._enter = enter
-        self._meter = CallMeter()
+        self._meter = _state.CallMeter()
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
-        self._given_up: deque[tuple[MeteredCall, BaseException]] = deque()  # others are to hear
+        # What other ranks are to hear of.
+        self._given_up: deque[tuple[_state.MeteredCall, BaseException]] = deque()
         self._trace = trace
         self._staging = DeviceStaging(ordered.submit, trace)
         self._submit = ordered.submit  # until there is a tensor on a device
@@ -309,7 +310,7 @@ class Client:
             )
         if service_thread.forks != self._forks:  # now: who held the lock is not in this process
             self._check_usable()
-        call = MeteredCall(self._meter)
+        call = _state.MeteredCall(self._meter)
         with self._order:
             try:
                 call.begin()  # first: a call that is interrupted in a function below has a number
@@ -384,7 +385,7 @@ class Client:
             self._fusion.decline(name, why)
             return
         with self._order:
-            call = MeteredCall(self._meter)
+            call = _state.MeteredCall(self._meter)
             call.begin()
             self._given_up.append((call, why))
             self._give_up()
@@ -589,7 +590,7 @@ class Client:
 
     def _stage(
         self,
-        call: MeteredCall,
+        call: _state.MeteredCall,
         tensor: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
@@ -629,7 +630,7 @@ class Client:
             call(why)
             self._given_up.popleft()
 
-    def _refuse(self, call: MeteredCall, why: BaseException) -> None:
+    def _refuse(self, call: _state.MeteredCall, why: BaseException) -> None:
         nothing = memoryview(b"")
         refusal = refused(self._ordered.rank, f"{type(why).__name__}: {why}")
         with suppress(ReductionError):  # it was shut down, or a device failed: the others hear that

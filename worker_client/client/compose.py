@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reducer.errors import ConfigError
 from worker_client.client.admission import Admission
 from worker_client.client.client import Client, Departure
 from worker_client.client.recording import RecordingClient
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Unfinished
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
-    from worker_client.runtime.implementation import Implementation
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,6 @@ class Composer:
     """Makes the communicators of one client.
 
     Attributes:
-        implementation: of the flight and the transport.
-        io_threads: threads of libzmq that serve the connections.
         context: that of the reducer that this process hosts, if it does.
         keys: what to show to reducers.
         timeout_s: for ranks that are left to reconcile.
@@ -57,10 +53,8 @@ class Composer:
         dump: where a client writes its latest calls when one fails; None for nowhere.
     """
 
-    implementation: Implementation
     timeout_s: float
     connect_timeout_s: float
-    io_threads: int = 1
     context: Any = None
     keys: Keys | None = None
     wire_dtype: DType | None = None
@@ -68,27 +62,6 @@ class Composer:
     meet: Callable[[str], NodeSockets] | None = None
     dump: Path | None = None
     trace: Trace = field(default_factory=Trace, init=False)
-
-    @property
-    def resumes(self) -> bool:
-        """Whether connections to far reducers can go on when they break."""
-        return self.implementation.name != "plain"
-
-    def streams(self, asked: int) -> int:
-        """Return how many connections a link is to have; 0 for what its round trip asks for.
-
-        Raises:
-            ConfigError: more than one was asked for, of the plain implementation.
-        """
-        if self.implementation.name == "plain":
-            if asked > 1:
-                raise ConfigError(
-                    f"REDUCTION_STREAMS={asked} needs the compiled implementation: leave it out, "
-                    "or leave out REDUCTION_IMPL=plain and, where the loops were not built, "
-                    "install a C compiler and reinstall"
-                )
-            return 1
-        return asked
 
     def flat(
         self,
@@ -99,8 +72,6 @@ class Composer:
         """Make the innermost communicator."""
         return FlatCommunicator(
             spec,
-            self.implementation,
-            io_threads=self.io_threads,
             context=self.context,
             keys=self.keys,
             trace=self.trace,
@@ -156,7 +127,7 @@ class Composer:
                 threshold=fusion_threshold,
                 cycle_s=cycle_s,
                 timeout_s=self.timeout_s,
-                submissions=tensor_queue.twin(self.implementation.name),
+                submissions=tensor_queue.twin("compiled"),
                 wire=wire,
                 trace=self.trace,
             )
@@ -175,7 +146,6 @@ class Composer:
             self._around(inner, "ordered"),
             fusion,
             wire=wire,
-            impl=self.implementation.name,
             timeout_s=self.timeout_s,
             departure=departure,
             trace=self.trace,

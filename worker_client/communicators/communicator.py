@@ -6,13 +6,13 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
 from worker_client.runtime.driver import SHUT_DOWN, Driver
 from worker_client.runtime.trace import Trace
+from worker_client.runtime.transport import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
-    from worker_client.runtime.implementation import Implementation
 
 LOOK_S = 0.2  # between two looks for a pool that is gone
 LOOK_AT_HOSTS_S = 1.0  # between two looks whether a rank that does not answer is there
@@ -175,26 +174,16 @@ class FlatCommunicator(Driver, Communicator):
     def __init__(
         self,
         spec: JobSpec,
-        implementation: Implementation,
         *,
-        io_threads: int,
         context: Any,
         keys: Keys | None = None,
         trace: Trace | None = None,
         left: Callable[[], None] = lambda: None,
         hand_over: Callable[[list[Unfinished]], None] | None = None,
     ) -> None:
-        inproc = {
-            address: endpoint
-            for address, endpoint in spec.inproc.items()
-            if endpoint.startswith(implementation.inproc)
-        }
-        spec = replace(spec, inproc=inproc)
-        session = Session(spec, implementation.flight)
+        session = Session(spec)
         self._wait_until = time.monotonic() + spec.wait_s
-        transport = implementation.transport(
-            session.flight, io_threads, context if inproc else None, keys, spec.heartbeats
-        )
+        transport = Transport(session.flight, context, keys, spec.heartbeats)
         for link in session.links:
             transport.connect(session.endpoint(link))
         super().__init__(session, transport, trace or Trace(), left, hand_over or _keep)

@@ -1,4 +1,4 @@
-"""What a worker has in flight, over the structs of `flight.h`; `plain_flight.py` is its twin."""
+"""What a worker has in flight, over the structs of `flight.h`."""
 
 from cpython.bytes cimport PyBytes_AsString
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer

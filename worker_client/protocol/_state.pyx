@@ -1,4 +1,4 @@
-"""What callers' threads read and write in every all-reduce, in C's types; see `state.py`.
+"""What callers' threads read and write in every all-reduce, in C's types.
 
 An attribute of a Python object costs them several cold cache lines, one in here hardly one.
 """
@@ -27,19 +27,35 @@ cdef class OperationState:
 
 
 cdef class CallMeter:
-    """See `worker_client.protocol.plain_state.CallMeter`."""
+    """What a client's calls have come to so far; threads may share it.
+
+    Attributes:
+        calls: how many have begun.
+        pending: how many of them have not ended.
+        bytes_reduced: of the buffers of those that have ended well.
+        since: the latest beginning, or end of the last pending one, in seconds of `time.monotonic`.
+        waited_s: seconds from the latest beginning to when none was pending, in all.
+        failure: class and text of the error of the call that has ended last; "" for none. Not the
+            error itself, which refers to where it was raised, and so to that call's buffer.
+    """
 
     def __init__(self):
         self.failure = ""
 
 
 cdef class MeteredCall:
-    """See `worker_client.protocol.plain_state.MeteredCall`."""
+    """One call: what all its operations have in common, and what is called with its end.
+
+    Attributes:
+        pending: whether it has begun, and not ended.
+        nbytes: of its buffer.
+    """
 
     def __init__(self, CallMeter meter):
         self._meter = meter
 
     def begin(self):
+        """Count it."""
         cdef CallMeter meter = self._meter
         meter.calls += 1
         meter.pending += 1
@@ -47,6 +63,7 @@ cdef class MeteredCall:
         self.pending = True
 
     def __call__(self, error):
+        """Take note of its end, once."""
         cdef CallMeter meter = self._meter
         cdef double since
         if not self.pending:

@@ -1,4 +1,4 @@
-"""What a worker has in flight: the interface of `PlainFlight` and `CompiledFlight` (sans I/O).
+"""What a worker has in flight: the interface of `CompiledFlight`, and what a session asks for.
 
 The rules are those of `reducer/wire/README.md`, section 5.
 """

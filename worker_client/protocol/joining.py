@@ -222,7 +222,7 @@ class Joining:
         return [link for link in due if link.refusal is not None]
 
     def endpoint(self, link: Link) -> str:
-        """Return where the transport connects: ``host:port``, or ``inproc://`` in this process."""
+        """Return where the transport connects: ``host:port``, or an endpoint in this process."""
         return self._spec.inproc.get(link.address, link.address)
 
     def _add(self, reducer: int, lane: int, address: str) -> Connect:

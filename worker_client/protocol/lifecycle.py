@@ -15,10 +15,10 @@ from reducer.errors import (
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
 from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import encode_error
+from worker_client.protocol import _state
 from worker_client.protocol.flight import Send
 from worker_client.protocol.link import Failed
 from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
-from worker_client.protocol.state import NumberingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -41,7 +41,7 @@ _MOST_FAILED = 256  # entries of what has failed here; then the oldest become on
 log = logging.getLogger(__name__)
 
 
-class Numbering(NumberingState):
+class Numbering(_state.NumberingState):
     """Gives all-reduces their numbers, which are the same at every rank.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
-from worker_client.protocol.state import OperationState, PendingState
+from worker_client.protocol import _state
 from worker_client.work import Work
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear tha
 _KEPT_NAMES = 4096
 
 
-class Operation(OperationState, Work):
+class Operation(_state.OperationState, Work):
     """What is asked for, and the handle of whoever does; how far it is, the flight knows.
 
     Args:
@@ -164,7 +164,7 @@ class Unfinished:
         return self.number, self.done, self.failed, self.chunks
 
 
-class Pending(PendingState):
+class Pending(_state.PendingState):
     """The all-reduces in progress, in the order of their sequence numbers.
 
     Attributes:

@@ -24,6 +24,7 @@ from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, MEASURED_BYTES
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error, worst
 from reducer.wire.states import LinkState, Role, after
+from worker_client.protocol import _flight, _state
 from worker_client.protocol.agreement import Agreement
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
@@ -33,7 +34,6 @@ from worker_client.protocol.joining import Joining, may_pass
 from worker_client.protocol.lifecycle import FIRST_PLACE, Aborts, Calls, RollCall
 from worker_client.protocol.operation import Unfinished
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
-from worker_client.protocol.state import SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ LOOK_S = 0.05  # how often to look for what is seldom due
 log = logging.getLogger(__name__)
 
 
-class Session(SessionState):
+class Session(_state.SessionState):
     """One worker's part in one job.
 
     Args:
@@ -65,7 +65,7 @@ class Session(SessionState):
             happens, which makes it 0.
     """
 
-    def __init__(self, spec: JobSpec, flight: type[Flight]) -> None:
+    def __init__(self, spec: JobSpec, flight: type[Flight] = _flight.CompiledFlight) -> None:
         self.spec = spec
         self.handed_over = False
         self.links: list[Link] = []

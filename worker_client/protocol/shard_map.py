@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.wire.constants import MAX_LANES
 from reducer.wire.layout import shards, turn_of
 from reducer.wire.messages import LAST_EPOCH, LAST_STAGE
+from worker_client.protocol import _state
 from worker_client.protocol.flight import LinkShard
-from worker_client.protocol.state import PlanState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -210,7 +210,7 @@ class ShardMap:
         self.intact = self._is_intact()
 
 
-class Plan(PlanState):
+class Plan(_state.PlanState):
     """Cuts the buffers of a job.
 
     Args:

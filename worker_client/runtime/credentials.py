@@ -91,7 +91,7 @@ def guess(address: str, mechanism: str, *, keyed: bool) -> AuthError | None:
 
     Args:
         address: of the reducer.
-        mechanism: what it says of itself, see `zmtp_greeting`.
+        mechanism: what it says of itself in the greeting: ``NULL`` or ``CURVE``.
         keyed: whether we use keys there.
     """
     if mechanism == "CURVE" and keyed:

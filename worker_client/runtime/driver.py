@@ -15,11 +15,11 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
+from worker_client.protocol import _state
 from worker_client.protocol.flight import AddStreams, Connect, Finish, Keep, Reset, Send
-from worker_client.protocol.state import DriverState
 from worker_client.runtime import service_thread
+from worker_client.runtime.events import Completed, Connected, Disconnected, Refused
 from worker_client.runtime.service_thread import STOP_S
-from worker_client.runtime.transport import Completed, Connected, Disconnected, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from worker_client.protocol.flight import Action
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.session import Session
+    from worker_client.runtime.events import Message
     from worker_client.runtime.trace import Trace
-    from worker_client.runtime.transport import Message, Transport
+    from worker_client.runtime.transport import Transport
 
 IDLE_S = 0.1  # the leader looks at its clock this often
 LISTEN_S = 0.1  # between two looks at when reducers were heard last
@@ -44,7 +45,7 @@ SHUT_DOWN = "this client was shut down: call worker_client.init() again"
 log = logging.getLogger(__name__)
 
 
-class Driver(DriverState):
+class Driver(_state.DriverState):
     """Moves all all-reduces of a client on.
 
     Args:

@@ -46,7 +46,11 @@ def usable():
 
 
 cdef class CompiledCasts:
-    """The compiled casts at one place of `usable()`; see `worker_client.staging.casts.Casts`."""
+    """The variant at one place of `usable()`. It has no state; threads may share it.
+
+    Buffers are contiguous views of bytes, at any alignment, that do not overlap; their lengths fit
+    together. Nothing here holds the GIL while it casts.
+    """
 
     cdef const cast_table *table
 
@@ -58,9 +62,11 @@ cdef class CompiledCasts:
 
     @property
     def name(self):
+        """One of ``avx512``, ``avx2``, ``neon`` and ``generic``."""
         return self.table.name.decode()
 
     def narrow(self, const unsigned char[::1] values, unsigned char[::1] out, dtype):
+        """Round float32 `values` to FLOAT16, BFLOAT16 or blocks in `out`: to nearest even."""
         cdef size_t count = values.shape[0] // 4
         cdef int to = _TYPES[dtype]
         cdef fenv_t callers
@@ -78,6 +84,7 @@ cdef class CompiledCasts:
         unsigned char[::1] out,
         dtype,
     ):
+        """Round `values + residual`, and keep in `residual` what rounding takes away, if finite."""
         cdef size_t count = values.shape[0] // 4
         cdef int to = _TYPES[dtype]
         cdef fenv_t callers
@@ -90,6 +97,10 @@ cdef class CompiledCasts:
                 cast_end(&callers)
 
     def widen(self, const unsigned char[::1] values, unsigned char[::1] out, dtype):
+        """Cast FLOAT16, BFLOAT16 or blocks, `values`, to float32 in `out`.
+
+        Exactly, but for the multiplication by a block's scale.
+        """
         cdef size_t count = out.shape[0] // 4
         cdef int of = _TYPES[dtype]
         cdef fenv_t callers
@@ -101,6 +112,7 @@ cdef class CompiledCasts:
                 cast_end(&callers)
 
     def divide(self, unsigned char[::1] values, double by, dtype):
+        """Divide FLOAT32 or FLOAT64 `values` in place by `by`, rounded to their type."""
         cdef size_t itemsize = dtype.itemsize
         cdef size_t count = values.shape[0] // itemsize
         cdef bint single = dtype is DType.FLOAT32

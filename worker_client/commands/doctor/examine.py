@@ -12,7 +12,7 @@ import numpy as np
 from reducer.errors import AuthError, ReducerLostError, ReductionError, VersionError
 from reducer.wire.constants import PORT
 from worker_client.commands.doctor.findings import Health, Kind, Problem
-from worker_client.runtime.zmtp_greeting import greet, split
+from worker_client.commands.doctor.greeting import greet, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

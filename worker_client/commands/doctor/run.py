@@ -24,10 +24,10 @@ from worker_client.client import bootstrap
 from worker_client.commands.doctor.dumps import examine_dumps, pickle_dumps
 from worker_client.commands.doctor.examine import examine
 from worker_client.commands.doctor.findings import Health, Problem, compare, mbit
+from worker_client.commands.doctor.greeting import split
 from worker_client.commands.doctor.host import examine_host
 from worker_client.commands.launch import found_out, report
 from worker_client.runtime.credentials import load as load_keys
-from worker_client.runtime.zmtp_greeting import split
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

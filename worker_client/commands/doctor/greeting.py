@@ -1,7 +1,6 @@
 """The first bytes of a connection: whether ZeroMQ answers there, and what protects it (ZMTP 3).
 
-A server says them before it demands anything. libzmq's client tells little of them: it often finds
-the connection closed before it has read as much.
+A server says them before it demands anything.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import socket
 from typing import NamedTuple
 
 TIMEOUT_S = 2.0  # to connect, and for the answer
-BRIEF_S = 0.3  # the same, for a thread that others wait for
 # Signature and major version. Told more, a server whose mechanism is another one says nothing.
 _BEGIN = b"\xff" + bytes(7) + b"\x01\x7f\x03"
 _GREETING_BYTES = 64
@@ -35,14 +33,6 @@ def split(address: str) -> tuple[str, int]:
     """Return host and port of ``host:port``."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def mechanism(address: str) -> str:
-    """Return what protects connections to ``host:port``; nothing if that is not told at once."""
-    try:
-        return greet(*split(address), timeout_s=BRIEF_S).mechanism
-    except OSError:
-        return ""
 
 
 def greet(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Greeting:
