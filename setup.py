@@ -67,12 +67,16 @@ SOURCES = {
     "reducer.zmtp._keys": [],
     "worker_client.protocol._flight": (
         FLIGHT := [
-            f"worker_client/protocol/{name}.c" for name in ("chunks", "flight", "flight_failures")
+            f"worker_client/protocol/{name}.c"
+            for name in ("chunks", "cuts", "flight", "flight_failures", "numbering")
         ]
     ),
-    "worker_client.runtime._loop": ["worker_client/runtime/loop.c", *FLIGHT, *ENGINE],
-    "worker_client.protocol._state": [],
-    "worker_client.runtime._caller_lead": [],
+    "worker_client.runtime._loop": [
+        "worker_client/runtime/core.c",
+        "worker_client/runtime/loop.c",
+        *FLIGHT,
+        *ENGINE,
+    ],
     "worker_client.fusion._tensor_queue": [],
     "worker_client.staging._cast": [
         f"worker_client/staging/cast_{name}.c"

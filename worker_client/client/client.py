@@ -18,7 +18,7 @@ from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import PATIENCE_S
-from worker_client.protocol import _state
+from worker_client.protocol._flight import CallMeter, MeteredCall
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import DEFINED, parse, parse_op, refuse_weight
@@ -116,11 +116,11 @@ class Client:
         self._departure = departure
         self._admission = admission
         self._enter = enter
-        self._meter = _state.CallMeter()
+        self._meter = CallMeter()
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
         # What other ranks are to hear of.
-        self._given_up: deque[tuple[_state.MeteredCall, BaseException]] = deque()
+        self._given_up: deque[tuple[MeteredCall, BaseException]] = deque()
         self._trace = trace
         self._staging = DeviceStaging(ordered.submit, trace)
         self._submit = ordered.submit  # until there is a tensor on a device
@@ -310,7 +310,7 @@ class Client:
             )
         if service_thread.forks != self._forks:  # now: who held the lock is not in this process
             self._check_usable()
-        call = _state.MeteredCall(self._meter)
+        call = MeteredCall(self._meter)
         with self._order:
             try:
                 call.begin()  # first: a call that is interrupted in a function below has a number
@@ -385,7 +385,7 @@ class Client:
             self._fusion.decline(name, why)
             return
         with self._order:
-            call = _state.MeteredCall(self._meter)
+            call = MeteredCall(self._meter)
             call.begin()
             self._given_up.append((call, why))
             self._give_up()
@@ -590,7 +590,7 @@ class Client:
 
     def _stage(
         self,
-        call: _state.MeteredCall,
+        call: MeteredCall,
         tensor: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
@@ -630,7 +630,7 @@ class Client:
             call(why)
             self._given_up.popleft()
 
-    def _refuse(self, call: _state.MeteredCall, why: BaseException) -> None:
+    def _refuse(self, call: MeteredCall, why: BaseException) -> None:
         nothing = memoryview(b"")
         refusal = refused(self._ordered.rank, f"{type(why).__name__}: {why}")
         with suppress(ReductionError):  # it was shut down, or a device failed: the others hear that

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
-from worker_client.runtime.driver import SHUT_DOWN, Driver
+from worker_client.runtime._loop import SHUT_DOWN
+from worker_client.runtime.driver import Driver
 from worker_client.runtime.trace import Trace
 from worker_client.runtime.transport import Transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reducer.errors import ReductionError
     from reducer.wire.messages import Straggler
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.spec import JobSpec
@@ -164,7 +166,7 @@ class Communicator(ABC):
         """
 
 
-class FlatCommunicator(Driver, Communicator):
+class FlatCommunicator(Communicator):
     """A session that runs.
 
     `left` is called once, after the farewell; `hand_over` takes the calls that no reducer can
@@ -181,12 +183,43 @@ class FlatCommunicator(Driver, Communicator):
         left: Callable[[], None] = lambda: None,
         hand_over: Callable[[list[Unfinished]], None] | None = None,
     ) -> None:
-        session = Session(spec)
+        self.session = session = Session(spec)
         self._wait_until = time.monotonic() + spec.wait_s
         transport = Transport(session.flight, context, keys, spec.heartbeats)
         for link in session.links:
             transport.connect(session.endpoint(link))
-        super().__init__(session, transport, trace or Trace(), left, hand_over or _keep)
+        self._core = transport.core
+        self._driver = Driver(session, transport, trace or Trace(), left, hand_over or _keep)
+
+    def submit(self, operation: Operation) -> None:
+        self._core.submit(operation)
+
+    def wait(self, done: Callable[[], bool], until: float) -> None:
+        self._core.wait(done, until)
+
+    def fail(self, error: ReductionError) -> None:
+        """End badly what is in progress, and tell the reducers."""
+        self._driver.fail(error)
+
+    def stop(self) -> None:
+        self._driver.stop()
+
+    @property
+    def open(self) -> list[Operation]:
+        """What was submitted and has not ended, besides what is in a callback just now."""
+        return list(self._core.open)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._core.open)
+
+    @property
+    def closing(self) -> bool:
+        return self._core.closed
+
+    @property
+    def in_callback(self) -> bool:
+        return self._driver.in_callback
 
     @property
     def flat(self) -> FlatCommunicator:
@@ -213,7 +246,7 @@ class FlatCommunicator(Driver, Communicator):
                 `spec.hosts_wait_s` says.
         """
         since = time.monotonic()
-        settled = self.settled
+        settled = self._driver.settled
         if self.spec.hosts:
             self._await_hosts(since, timeout_s)
         settled.wait(max(0.0, since + timeout_s - time.monotonic()))
@@ -246,7 +279,7 @@ class FlatCommunicator(Driver, Communicator):
         """Wait for reducers that ranks host, busy ones too: no rank can go on without them."""
         reached: dict[str, float] = {}  # when each could be last
         until, told = since + max(timeout_s, self.spec.hosts_wait_s), False
-        while not self.settled.wait(LOOK_AT_HOSTS_S):
+        while not self._driver.settled.wait(LOOK_AT_HOSTS_S):
             late = [link for link in self.session.links if link.reducer in self.spec.hosts]
             late = [link for link in late if not link.member and link.refusal is None]
             if not late:
@@ -254,7 +287,7 @@ class FlatCommunicator(Driver, Communicator):
             for link in late:
                 error = _attempt(link.address)  # which may take a second
                 now = time.monotonic()
-                if self.settled.is_set():
+                if self._driver.settled.is_set():
                     return
                 if error is None:
                     reached[link.address] = now

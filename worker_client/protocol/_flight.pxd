@@ -1,9 +1,8 @@
-"""The structs and functions of `chunks.h` and `flight.h`, and the class over them."""
+"""The structs and functions of `all_reduce.h`, `chunks.h` and `flight.h`, and the classes over them."""
 
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 
 from reducer.zmtp.net cimport block, block_pool
-from worker_client.protocol._state cimport OperationState
 
 
 cdef extern from "reducer/wire/header.h" nogil:
@@ -22,13 +21,40 @@ cdef extern from "reducer/wire/header.h" nogil:
         uint64_t history
 
 
+cdef extern from "worker_client/protocol/all_reduce.h" nogil:
+    enum:
+        ALL_REDUCE_PENDING
+        ALL_REDUCE_DONE
+        ALL_REDUCE_FAILED
+
+    struct all_reduce:
+        void *data
+        uint64_t nbytes, call, tag
+        double timeout_s
+        uint8_t dtype, op
+        bint unready
+        void *owner
+        int state
+        int64_t sequence
+        uint64_t since, history
+        double begun, deadline, ask_at, ask_last_at, sent, answered
+
+    ctypedef struct numbering_t "struct numbering":
+        int64_t number
+        uint32_t place
+
+    bint numbering_give(numbering_t *self, all_reduce *asked) noexcept
+    void numbering_forget(numbering_t *self, const all_reduce *failed) noexcept
+
+
 cdef extern from "worker_client/protocol/flight.h" nogil:
     ctypedef enum:
         CHUNK_DONE
 
     ctypedef struct operation_t "struct operation":
         header_t header
-        uint64_t sent_ns, answered_ns
+        all_reduce *asked
+        unsigned char *data
         operation_t *following
 
     struct shard:
@@ -46,14 +72,22 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         bint open
         bint calm
         uint64_t window, in_flight
-        uint64_t bytes_sent, bytes_received, results
+        uint64_t bytes_sent, bytes_received, bytes_before, results
         uint64_t rtt_ns, min_rtt_ns
+
+    ctypedef struct cuts_t "struct cuts":
+        pass
 
     struct flight:
         flight_link *links
         uint32_t link_count
         header_t identity
         uint64_t watermark, next, reached, kept_bytes
+        size_t active, large
+        double earliest, large_since, steady_until
+        uint32_t epoch
+        numbering_t numbering
+        cuts_t cuts
         block_pool pool
         operation_t *completed
 
@@ -74,9 +108,10 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes) noexcept
     bint flight_add_link(flight *self, uint64_t window, bint keep, bint in_place) noexcept
     void flight_free(flight *self) noexcept
-    operation_t *flight_submit(flight *self, void *data, uint64_t total_bytes,
-                               const header_t *said, uint64_t chunk_bytes, const range_t *ranges,
-                               size_t count) noexcept
+    bint flight_submit(flight *self, all_reduce *asked, uint64_t chunk_bytes, uint32_t epoch,
+                       const range_t *ranges, size_t count, double now) noexcept
+    bint flight_begin(flight *self, all_reduce *asked, double now) noexcept
+    void flight_measure(flight *self, uint32_t link) noexcept
     bint flight_next_in_turn(flight *self, turn_t *turn, uint64_t now_ns,
                              contribution *next) noexcept
     bint flight_take(flight *self, uint32_t link, const void *frame, size_t frame_bytes,
@@ -93,15 +128,50 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     chunk_t *flight_walk(const flight *self, walk *at, uint32_t link) noexcept
     void flight_move(flight *self, chunk_t *moved, uint32_t link) noexcept
     void flight_confirm(flight *self, uint64_t reached) noexcept
-    bint flight_completed(flight *self, uint64_t *sequence) noexcept
+    all_reduce *flight_completed(flight *self) noexcept
+    bint cuts_remember(cuts_t *self, uint64_t nbytes, uint64_t sequence, uint8_t dtype,
+                       uint64_t chunk_bytes, const range_t *ranges, size_t count) noexcept
+    void cuts_forget(cuts_t *self, uint64_t turns) noexcept
     uint64_t chunk_offset(const chunk_t *self) noexcept
     uint32_t chunk_nbytes(const chunk_t *self) noexcept
 
 
+cdef class Call:
+    cdef readonly uint64_t number  # which no other call of this process has
+
+
+cdef class CallMeter:
+    cdef public int64_t calls, pending, bytes_reduced
+    cdef public double since, waited_s
+    cdef public str failure
+
+
+cdef class MeteredCall(Call):
+    cdef CallMeter _meter
+    cdef public bint pending
+    cdef public uint64_t nbytes
+
+
+cdef class Request(Call):
+    cdef all_reduce own
+    cdef all_reduce *its  # that, or another thread's that Python has not asked for
+    cdef public object view, dtype, op, name, call, refusal, residual, data, write_back, ended
+    cdef public object error, pieces, prepare
+    cdef public object _lead, _missing, _future, _waiters, _lock, _release, _claims
+    cdef public bint more, rounded, over, overdue, quiet, cut
+
+    cdef void adopt(self, all_reduce *foreign)
+    cdef aim(self)
+
+
 cdef class CompiledFlight:
     cdef flight its
-    cdef dict _operations  # by sequence number: keeps the memory for as long as it is used
+    cdef dict _held  # what `submit` has begun, and nobody else keeps
 
-    cpdef submit(self, OperationState operation, shards, uint64_t chunk_bytes, uint32_t epoch)
-    cdef list completed(self)
+    cpdef bint begin(self, Request operation, double now) except -1
+    cpdef submit(self, Request operation, shards, uint64_t chunk_bytes, uint32_t epoch,
+                 double now=*)
+    cpdef list completed(self)
+    cdef Request owner(self, all_reduce *asked)
+    cdef Request wrapped(self, all_reduce *asked)
     cdef uint32_t check(self, link) except? 0

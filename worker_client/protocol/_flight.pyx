@@ -1,20 +1,231 @@
-"""What a worker has in flight, over the structs of `flight.h`."""
+"""What is asked for, and what a worker has in flight, over the structs of `flight.h`."""
 
 from cpython.bytes cimport PyBytes_AsString
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.memoryview cimport PyMemoryView_FromMemory
 
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from reducer.zmtp.net cimport block_drop, block_take
 
-from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
+from threading import Lock
+from time import monotonic
+
+from reducer.errors import LocalProtocolError
+from reducer.wire.constants import MAX_CHUNK_BYTES, PLACES, DType, MessageType, ReduceOp
+from reducer.wire.header import fingerprint
 from worker_client.protocol.flight import Carried, LinkStats, Send
+
+cdef uint64_t _calls = 0
 
 
 cdef uint64_t nanoseconds(double now) noexcept:
     return <uint64_t>(now * 1e9)
+
+
+cdef class Call:
+    """What all-reduces have in common that follow each other under one number."""
+
+    def __cinit__(self):
+        global _calls
+        _calls += 1
+        self.number = _calls
+
+
+cdef class CallMeter:
+    """What has become of a client's calls.
+
+    Attributes:
+        calls: how many were made.
+        pending: how many have not ended.
+        bytes_reduced: of those that have ended well.
+        waited_s: for how long any was pending, while none is.
+        since: when the latest of them began, or ended.
+        failure: what the latest one that has ended has failed with; empty if it has not.
+    """
+
+    def __init__(self):
+        self.failure = ""
+
+
+cdef class MeteredCall(Call):
+    """One of them: `begin` is to be called first, then this with its error or None at its end.
+
+    Attributes:
+        pending: whether it has begun and not ended.
+        nbytes: of what is reduced, as far as that is known.
+    """
+
+    def __init__(self, CallMeter meter):
+        self._meter = meter
+
+    def begin(self):
+        cdef CallMeter meter = self._meter
+        meter.calls += 1
+        meter.pending += 1
+        meter.since = monotonic()
+        self.pending = True
+
+    def __call__(self, error):
+        cdef CallMeter meter = self._meter
+        cdef double since
+        if not self.pending:
+            return
+        self.pending = False
+        meter.pending -= 1
+        meter.failure = "" if error is None else f"{type(error).__name__}: {error}"
+        if error is None:
+            meter.bytes_reduced += self.nbytes
+        if not meter.pending:
+            since, meter.since = meter.since, monotonic()
+            meter.waited_s += meter.since - since
+
+
+cdef class Request(Call):
+    """The attributes of an all-reduce; see `worker_client.protocol.operation.Operation`.
+
+    What is read and written in every call is in the struct, which any thread may read.
+    """
+
+    def __cinit__(self):
+        self.its = &self.own
+
+    def __init__(
+        self, view, dtype, op, name, double timeout_s, *, Call call=None, refusal=None,
+        bint more=False, bint rounded=False, residual=None, data=None, write_back=None, lead=None,
+        ended=None,
+    ):
+        self.view, self.dtype, self.op, self.name = view, dtype, op, name
+        self.own.timeout_s, self.own.tag = timeout_s, fingerprint(name) if name else 0
+        self.call, self.refusal, self.more = call, refusal, more
+        self.rounded, self.residual = rounded, residual
+        self.data, self.write_back, self.ended = data, write_back, ended
+        self.own.sequence = -1
+        self.own.owner = <void *>self
+        self.pieces, self._missing = {}, ()
+        self._lead, self._lock = lead, Lock()
+
+    cdef void adopt(self, all_reduce *foreign):
+        """Be what another thread has asked for, which then hears of the end from the struct."""
+        foreign.owner = <void *>self
+        self.its = foreign
+
+    cdef aim(self):
+        """Say in the struct what is asked for now."""
+        cdef Py_buffer memory
+        if self.its != &self.own:
+            return
+        PyObject_GetBuffer(self.view, &memory, PyBUF_WRITABLE)
+        PyBuffer_Release(&memory)  # this holds the view
+        self.own.data, self.own.nbytes = memory.buf, memory.len
+        self.own.dtype, self.own.op = self.dtype, self.op
+        self.own.call = 0 if self.call is None else (<Call>self.call).number
+        self.own.unready = not (self.prepare is self.refusal is self.name is None)
+
+    @property
+    def _ended(self):
+        return self.its.state != ALL_REDUCE_PENDING
+
+    @_ended.setter
+    def _ended(self, bint ended):
+        cdef int state = ALL_REDUCE_PENDING
+        cdef all_reduce *foreign = self.its
+        if ended:
+            state = ALL_REDUCE_DONE if self.error is None else ALL_REDUCE_FAILED
+        self.own = foreign[0]
+        self.its = &self.own
+        self.own.state = state
+        foreign.state = state  # last: who hears of it may free the struct
+
+    @property
+    def timeout_s(self):
+        return self.its.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, double value):
+        self.its.timeout_s = value
+
+    @property
+    def sequence(self):
+        return self.its.sequence
+
+    @sequence.setter
+    def sequence(self, int64_t value):
+        self.its.sequence = value
+
+    @property
+    def tag(self):
+        return self.its.tag
+
+    @tag.setter
+    def tag(self, uint64_t value):
+        self.its.tag = value
+
+    @property
+    def since(self):
+        return self.its.since
+
+    @since.setter
+    def since(self, uint64_t value):
+        self.its.since = value
+
+    @property
+    def history(self):
+        return self.its.history
+
+    @history.setter
+    def history(self, uint64_t value):
+        self.its.history = value
+
+    @property
+    def begun(self):
+        return self.its.begun
+
+    @begun.setter
+    def begun(self, double value):
+        self.its.begun = value
+
+    @property
+    def deadline(self):
+        return self.its.deadline
+
+    @deadline.setter
+    def deadline(self, double value):
+        self.its.deadline = value
+
+    @property
+    def ask_at(self):
+        return self.its.ask_at
+
+    @ask_at.setter
+    def ask_at(self, double value):
+        self.its.ask_at = value
+
+    @property
+    def ask_last_at(self):
+        return self.its.ask_last_at
+
+    @ask_last_at.setter
+    def ask_last_at(self, double value):
+        self.its.ask_last_at = value
+
+    @property
+    def sent(self):
+        return self.its.sent
+
+    @sent.setter
+    def sent(self, double value):
+        self.its.sent = value
+
+    @property
+    def answered(self):
+        return self.its.answered
+
+    @answered.setter
+    def answered(self, double value):
+        self.its.answered = value
 
 
 cdef class CompiledFlight:
@@ -22,7 +233,7 @@ cdef class CompiledFlight:
 
     def __cinit__(self, identity):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
-        self._operations = {}
+        self._held = {}
         if not flight_init(&self.its, PyBytes_AsString(frame), MAX_CHUNK_BYTES):
             raise MemoryError
 
@@ -41,39 +252,83 @@ cdef class CompiledFlight:
     def kept_bytes(self):
         return self.its.kept_bytes
 
+    @property
+    def active(self):
+        return self.its.active
+
+    @property
+    def large(self):
+        return self.its.large
+
+    @property
+    def large_since(self):
+        return self.its.large_since
+
+    @property
+    def earliest(self):
+        return self.its.earliest
+
+    @earliest.setter
+    def earliest(self, double when):
+        self.its.earliest = when
+
+    @property
+    def steady_until(self):
+        return self.its.steady_until
+
+    def set_steady(self, double until, uint32_t epoch=0):
+        self.its.steady_until, self.its.epoch = until, epoch
+
+    @property
+    def end_of_numbers(self):
+        return self.its.numbering.number * PLACES + self.its.numbering.place + 1
+
+    def number(self, Request operation):
+        operation.aim()
+        if not numbering_give(&self.its.numbering, operation.its):
+            raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
+
+    def forget_history(self, Request failed):
+        numbering_forget(&self.its.numbering, failed.its)
+
+    def forget_cuts(self, uint64_t turns):
+        cuts_forget(&self.its.cuts, turns)
+
     def add_link(self, uint64_t window, bint keep, bint in_place=False):
         if not flight_add_link(&self.its, window, keep, in_place):
             raise MemoryError
 
-    cpdef submit(self, OperationState operation, shards, uint64_t chunk_bytes, uint32_t epoch):
-        cdef header_t said = self.its.identity
-        said.sequence = operation.sequence
-        said.epoch = epoch
-        said.dtype = said.wire_dtype = operation.dtype
-        said.op = operation.op
-        said.tag = operation.tag
-        said.since = operation.since
-        said.history = operation.history
+    cpdef bint begin(self, Request operation, double now) except -1:
+        operation.aim()
+        if not flight_begin(&self.its, operation.its, now):
+            return False
+        self._held[operation] = None
+        return True
+
+    cpdef submit(self, Request operation, shards, uint64_t chunk_bytes, uint32_t epoch,
+                 double now=0.0):
         cdef range_t *wanted = <range_t *>calloc(len(shards), sizeof(range_t))
+        cdef all_reduce *asked = operation.its
+        cdef bint begun
         if wanted == NULL:
             raise MemoryError
-        cdef operation_t *submitted
-        cdef Py_buffer memory
         try:
             for at, (link, start, end) in enumerate(shards):
                 wanted[at].link = self.check(link)
                 wanted[at].start = start
                 wanted[at].end = end
-            PyObject_GetBuffer(operation.view, &memory, PyBUF_WRITABLE)
-            PyBuffer_Release(&memory)  # the operation holds the view
-            submitted = flight_submit(
-                &self.its, memory.buf, memory.len, &said, chunk_bytes, wanted, len(shards)
+            operation.aim()
+            begun = flight_submit(
+                &self.its, asked, chunk_bytes, epoch, wanted, len(shards), now
+            ) and cuts_remember(
+                &self.its.cuts, asked.nbytes, asked.sequence, asked.dtype, chunk_bytes, wanted,
+                len(shards),
             )
         finally:
             free(wanted)
-        if submitted == NULL:
+        if not begun:
             raise MemoryError
-        self._operations[submitted.header.sequence] = operation
+        self._held[operation] = None
 
     def open(self, link):
         cdef flight_link *its = &self.its.links[self.check(link)]
@@ -86,13 +341,13 @@ cdef class CompiledFlight:
         self.its.links[self.check(link)].window = nbytes
 
     def measure_anew(self, link):
-        self.its.links[self.check(link)].min_rtt_ns = 0
+        flight_measure(&self.its, self.check(link))
 
     def stats(self, link):
         cdef flight_link *its = &self.its.links[self.check(link)]
         return LinkStats(
             its.window, its.in_flight, its.bytes_sent, its.bytes_received, its.results,
-            its.rtt_ns / 1e9, its.min_rtt_ns / 1e9,
+            its.rtt_ns / 1e9, its.min_rtt_ns / 1e9, its.bytes_received - its.bytes_before,
         )
 
     def refill(self, double now):
@@ -101,7 +356,7 @@ cdef class CompiledFlight:
         cdef contribution next
         sends = []
         while flight_next_in_turn(&self.its, &turn, now_ns, &next):
-            view = self._operations[next.header.sequence].view
+            view = self.owner(next.chunk.of.of.asked).view
             payload = view[next.header.offset:next.header.offset + next.header.nbytes]
             sends.append(Send(next.chunk.link, (<char *>&next.header)[:HEADER_BYTES], payload))
         return sends
@@ -121,20 +376,46 @@ cdef class CompiledFlight:
         block_drop(&self.its.pool, message)
         return self.completed() if taken else None
 
-    cdef list completed(self):
-        """Return the numbers of the all-reduces that have ended well, once each."""
+    cpdef list completed(self):
+        """Return the all-reduces that have ended well, once each."""
+        cdef all_reduce *asked
+        operations = []
+        while (asked := flight_completed(&self.its)) != NULL:
+            operation = self.owner(asked)
+            self._held.pop(operation, None)
+            operations.append(operation)
+        operations.reverse()
+        return operations
+
+    cdef Request owner(self, all_reduce *asked):
+        """Return what Python knows an all-reduce by."""
+        return self.wrapped(asked) if asked.owner == NULL else <Request>asked.owner
+
+    cdef Request wrapped(self, all_reduce *asked):
+        """Return an object for an all-reduce that another thread has asked for."""
+        from worker_client.protocol.operation import Operation
+
+        view = PyMemoryView_FromMemory(<char *>asked.data, asked.nbytes, PyBUF_WRITABLE)
+        cdef Request operation = Operation(
+            view, DType(asked.dtype), ReduceOp(asked.op), None, asked.timeout_s
+        )
+        operation.adopt(asked)
+        self._held[operation] = None
+        return operation
+
+    def find(self, uint64_t sequence):
+        cdef operation_t *found = flight_find(&self.its, sequence)
+        return None if found == NULL else self.owner(found.asked)
+
+    def all(self):
         cdef uint64_t sequence
-        cdef operation_t *latest
-        cdef OperationState operation
-        sequences = []
-        while (latest := self.its.completed) != NULL:
-            sent_s, answered_s = latest.sent_ns / 1e9, latest.answered_ns / 1e9
-            flight_completed(&self.its, &sequence)
-            sequences.append(sequence)
-            operation = <OperationState>self._operations.pop(sequence)
-            operation.sent, operation.answered = sent_s, answered_s
-        sequences.reverse()
-        return sequences
+        cdef operation_t *found
+        operations = []
+        for sequence in range(self.its.watermark, self.its.next):
+            found = flight_find(&self.its, sequence)
+            if found != NULL:
+                operations.append(self.owner(found.asked))
+        return operations
 
     def expects(self, link, sequence, offset):
         return flight_expects(&self.its, self.check(link), sequence, offset)
@@ -146,8 +427,9 @@ cdef class CompiledFlight:
         flight_forget(&self.its, self.check(link), sequence)
 
     def end(self, sequence):
+        operation = self.find(sequence)
         flight_end(&self.its, sequence)
-        self._operations.pop(sequence, None)
+        self._held.pop(operation, None)
 
     def needs(self, link):
         cdef uint32_t at = self.check(link)

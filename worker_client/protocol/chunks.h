@@ -2,8 +2,8 @@
 #ifndef WORKER_CHUNKS_H
 #define WORKER_CHUNKS_H
 
-#include "reducer/wire/header.h"
 #include "reducer/zmtp/block.h"
+#include "worker_client/protocol/all_reduce.h"
 
 struct range {
     uint32_t link;
@@ -36,16 +36,16 @@ struct shard {
     uint32_t home; /* that link */
 };
 
-/* One all-reduce. */
+/* One all-reduce, on its way. */
 struct operation {
     struct operation *following; /* in the list `completed` or `ended` */
+    struct all_reduce *asked;    /* what it does, until its end was told */
     struct header header;        /* what its contributions have in common */
     uint64_t chunk_bytes;        /* size of every chunk but the last of each shard */
     uint64_t remaining;          /* chunks whose result has not come */
     uint64_t kept;               /* chunks whose result is kept */
     unsigned char *data;         /* the caller's, until the operation has ended */
-    uint64_t sent_ns, answered_ns; /* the latest chunk that was sent before the first result came,
-                                      and that; 0: none yet */
+    uint64_t sent_ns, answered_ns; /* as of `asked`; 0: none yet */
     size_t shard_count;
     struct shard *shards; /* in the order of their offsets */
 };

@@ -1,10 +1,16 @@
 #include "flight.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "reducer/kernels/stream.h"
 
-enum { SPARE_BYTES = 80 << 20 }; /* of memory that results have had: a bucket and a quarter */
+enum {
+    SPARE_BYTES = 80 << 20, /* of memory that results have had: a bucket and a quarter */
+    MEASURED_BYTES = 1 << 20 /* layout.py */
+};
+/* operation.py */
+static const double STRAGGLER_S = 10.0, LAST_S = 1.0;
 
 void flight_release(struct flight *flight, struct operation *operation)
 {
@@ -44,7 +50,8 @@ void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state 
 
 bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes)
 {
-    *flight = (struct flight){.mask = 63, .max_chunk_bytes = max_chunk_bytes};
+    *flight = (struct flight){.mask = 63, .max_chunk_bytes = max_chunk_bytes, .earliest = INFINITY};
+    numbering_init(&flight->numbering);
     flight->pool.most_spare_bytes = SPARE_BYTES;
     memcpy(&flight->identity, identity, HEADER_BYTES);
     flight->ring = calloc(flight->mask + 1, sizeof(struct operation *));
@@ -82,6 +89,7 @@ void flight_free(struct flight *flight)
         }
     drop_list(flight, flight->completed);
     drop_list(flight, flight->ended);
+    cuts_forget(&flight->cuts, 0);
     free(flight->ring);
     free(flight->links);
     block_pool_free(&flight->pool);
@@ -125,30 +133,90 @@ static bool make_room(struct flight *flight, uint64_t number)
     return true;
 }
 
-struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
-                                const struct header *said, uint64_t chunk_bytes,
-                                const struct range *ranges, size_t count)
+void flight_measure(struct flight *flight, uint32_t link)
 {
-    uint64_t sequence = said->sequence;
+    flight->links[link].min_rtt_ns = 0;
+    flight->links[link].bytes_before = flight->links[link].bytes_received;
+}
+
+/* Notes one more that says what a link can carry. */
+static void begin_large(struct flight *flight, double now)
+{
+    if (flight->large++ > 0)
+        return;
+    flight->large_since = now;
+    for (uint32_t link = 0; link < flight->link_count; link++)
+        flight_measure(flight, link);
+}
+
+static void set_times(struct flight *flight, struct all_reduce *asked, double now)
+{
+    double timeout_s = asked->timeout_s;
+    if (asked->begun == 0)
+        asked->begun = now;
+    asked->ask_at = asked->begun + STRAGGLER_S;
+    asked->deadline = asked->begun + timeout_s;
+    asked->ask_last_at = asked->deadline - (timeout_s > 2 * LAST_S ? LAST_S : timeout_s / 2);
+    if (asked->deadline < flight->earliest)
+        flight->earliest = asked->deadline;
+}
+
+bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chunk_bytes,
+                   uint32_t epoch, const struct range *ranges, size_t count, double now)
+{
+    uint64_t sequence = (uint64_t)asked->sequence;
     if (flight->watermark == flight->next) /* nothing is in progress, below it nothing will be */
         flight->watermark = flight->next = sequence;
     struct operation *operation =
         make_room(flight, sequence) ? operation_allocate(chunk_bytes, ranges, count) : NULL;
     if (operation == NULL)
-        return NULL;
-    operation->data = data;
-    operation->header = *said;
-    operation->header.total_bytes = total_bytes;
+        return false;
+    operation->asked = asked;
+    operation->data = asked->data;
+    struct header *said = &operation->header;
+    *said = flight->identity;
+    said->sequence = sequence;
+    said->epoch = epoch;
+    said->total_bytes = asked->nbytes;
+    said->dtype = said->wire_dtype = asked->dtype;
+    said->op = asked->op;
+    said->tag = asked->tag;
+    said->since = (uint32_t)asked->since;
+    said->history = asked->history;
     flight->ring[sequence & flight->mask] = operation;
     flight->next = sequence + 1;
+    flight->active++;
+    set_times(flight, asked, now);
+    if (asked->nbytes >= MEASURED_BYTES)
+        begin_large(flight, now);
     FOR_EACH_CHUNK(chunk, operation)
         flight_enqueue(flight, chunk);
-    return operation;
+    return true;
+}
+
+bool flight_begin(struct flight *flight, struct all_reduce *asked, double now)
+{
+    uint64_t sequence = numbering_next(&flight->numbering, asked);
+    if (asked->unready || sequence == NO_SEQUENCE || (double)sequence >= flight->steady_until)
+        return false;
+    const struct cut *cut = cuts_find(&flight->cuts, asked->nbytes, sequence, asked->dtype);
+    if (cut == NULL)
+        return false;
+    struct numbering before = flight->numbering;
+    if (numbering_give(&flight->numbering, asked) &&
+        flight_submit(flight, asked, cut->chunk_bytes, flight->epoch, cut->ranges, cut->count, now))
+        return true;
+    flight->numbering = before;
+    asked->sequence = -1;
+    return false;
 }
 
 void flight_retire(struct flight *flight, struct operation *operation)
 {
     flight->ring[operation->header.sequence & flight->mask] = NULL;
+    flight->active--;
+    if (operation->header.total_bytes >= MEASURED_BYTES)
+        flight->large--;
     while (flight->watermark < flight->next &&
            flight->ring[flight->watermark & flight->mask] == NULL)
         flight->watermark++;
@@ -314,22 +382,41 @@ bool flight_expects(const struct flight *flight, uint32_t link, uint64_t sequenc
     return find_sent(flight, link, sequence, offset) != NULL;
 }
 
-bool flight_completed(struct flight *flight, uint64_t *sequence)
+/* Takes the operation at a place of the list of those that have completed off it. */
+static struct all_reduce *take_completed(struct flight *flight, struct operation **place)
 {
-    struct operation *operation = flight->completed;
-    if (operation == NULL)
-        return false;
-    flight->completed = operation->following;
-    *sequence = operation->header.sequence;
+    struct operation *operation = *place;
+    struct all_reduce *asked = operation->asked;
+    *place = operation->following;
+    asked->sent = (double)operation->sent_ns / 1e9;
+    asked->answered = (double)operation->answered_ns / 1e9;
+    operation->asked = NULL;
     operation->data = NULL; /* it is the caller's again */
-    if (operation->kept > 0 && *sequence >= flight->reached) {
+    if (operation->kept > 0 && operation->header.sequence >= flight->reached) {
         operation->following = flight->ended;
         flight->ended = operation;
     } else {
         flight_release(flight, operation);
         free(operation);
     }
-    return true;
+    return asked;
+}
+
+struct all_reduce *flight_completed(struct flight *flight)
+{
+    return flight->completed == NULL ? NULL : take_completed(flight, &flight->completed);
+}
+
+bool flight_end_unowned(struct flight *flight)
+{
+    struct operation **place = &flight->completed;
+    while (*place != NULL) {
+        if ((*place)->asked->owner != NULL)
+            place = &(*place)->following;
+        else
+            atomic_store(&take_completed(flight, place)->state, ALL_REDUCE_DONE);
+    }
+    return flight->completed == NULL;
 }
 
 void flight_confirm(struct flight *flight, uint64_t reached)

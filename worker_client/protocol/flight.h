@@ -1,4 +1,4 @@
-/* What a worker has in flight, for the compiled loop: the twin of flight.py.
+/* What a worker has in flight: it begins and ends every all-reduce.
  *
  * Everything belongs to one thread. Only what is healthy is handled here; the rest is left to the
  * session. No function does any I/O or reads a clock.
@@ -6,7 +6,7 @@
 #ifndef WORKER_FLIGHT_H
 #define WORKER_FLIGHT_H
 
-#include "chunks.h"
+#include "cuts.h"
 
 struct flight_link {
     struct chunk_list queue; /* chunks to send */
@@ -17,6 +17,7 @@ struct flight_link {
     bool calm;               /* the reducer's latest PING had no body: another such is no news */
     uint64_t window, in_flight;
     uint64_t bytes_sent, bytes_received, results;
+    uint64_t bytes_before; /* received when it was measured last */
     uint64_t rtt_ns, min_rtt_ns; /* from sending a contribution to its result; 0: unknown */
 };
 
@@ -31,6 +32,16 @@ struct flight {
     uint64_t mask, watermark, next;
     uint64_t reached;            /* every operation below is finished at every rank */
     uint64_t kept_bytes;
+    size_t active; /* operations in progress */
+    double earliest; /* no deadline is before this time */
+    size_t large;    /* operations in progress that say what a link can carry, */
+    double large_since; /* and since when there have been any */
+    struct numbering numbering;
+    struct cuts cuts;
+    /* Nothing stands in the way of all-reduces below this number, in this version of the shard map,
+     * unless something happens: then the session sets 0. */
+    double steady_until;
+    uint32_t epoch;
     struct operation *completed; /* that the session has not heard of, latest first */
     struct operation *ended;     /* whose results are kept, latest first */
 };
@@ -60,11 +71,15 @@ bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk
 bool flight_add_link(struct flight *flight, uint64_t window, bool keep, bool in_place);
 void flight_free(struct flight *flight);
 
-/* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer. What
- * all of its contributions say is in `said`; its number is above all before. NULL: out of memory. */
-struct operation *flight_submit(struct flight *flight, void *data, uint64_t total_bytes,
-                                const struct header *said, uint64_t chunk_bytes,
-                                const struct range *ranges, size_t count);
+/* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer; its
+ * number is above all before. If it was begun before, its deadline counts from that time. False: out
+ * of memory. */
+bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chunk_bytes,
+                   uint32_t epoch, const struct range *ranges, size_t count, double now);
+/* Gives an all-reduce its number and starts it. False: nothing was done, the session knows why. */
+bool flight_begin(struct flight *flight, struct all_reduce *asked, double now);
+/* Measures a link anew: its shortest round trip, and what comes over it. */
+void flight_measure(struct flight *flight, uint32_t link);
 
 /* Takes the next chunk of a link, if its window has room. */
 bool flight_next(struct flight *flight, uint32_t link, uint64_t now_ns, struct contribution *next);
@@ -110,8 +125,10 @@ void flight_move(struct flight *flight, struct chunk *chunk, uint32_t link);
 /* Drops what is kept of operations below a number. */
 void flight_confirm(struct flight *flight, uint64_t reached);
 
-/* The next operation that has ended well, to be told of once; NULL: no more. Sets its number. */
-bool flight_completed(struct flight *flight, uint64_t *sequence);
+/* The next all-reduce that has ended well, to be told of once; NULL: no more. */
+struct all_reduce *flight_completed(struct flight *flight);
+/* Ends those that have ended well and are nobody's in Python. False: others are left. */
+bool flight_end_unowned(struct flight *flight);
 
 /* The rest is for the flight's own files. */
 

@@ -69,6 +69,7 @@ class LinkStats(NamedTuple):
         results: how many came.
         rtt_s: time from sending a contribution to its result, smoothed as TCP does; 0: unknown.
         min_rtt_s: the shortest such time since `measure_anew`; 0: unknown.
+        measured: bytes received since then.
     """
 
     window: int
@@ -78,6 +79,7 @@ class LinkStats(NamedTuple):
     results: int
     rtt_s: float
     min_rtt_s: float
+    measured: int = 0
 
 
 class Flight(Protocol):

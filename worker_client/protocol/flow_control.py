@@ -77,8 +77,6 @@ class FlowControl:
         ] = {}  # not again before; and the pause after that
         self._rates: dict[int, deque[float]] = {}
         self._trips_s: dict[int, deque[float]] = {}
-        self._received: dict[int, int] = {}
-        self._measured = 0  # large all-reduces in progress
         self._looked = 0.0
 
     def admit(
@@ -108,7 +106,7 @@ class FlowControl:
         self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
         self._trips_s[link] = deque(maxlen=SAMPLES)
-        self._received[link] = self._flight.stats(link).bytes_received
+        self._flight.measure_anew(link)
         self._set_window(link, 0.0)
 
     def dismiss(self, link: int) -> None:
@@ -124,25 +122,20 @@ class FlowControl:
         """What the links carry together, bytes per second; 0 if that is not known yet."""
         return sum(max(rates, default=0.0) for rates in self._rates.values())
 
-    def begin(self, now: float) -> None:
-        """Record that an all-reduce of `MEASURED_BYTES` or more begins at `now`, in seconds."""
-        if self._measured == 0:
-            for link in self._most:
-                self._received[link] = self._flight.stats(link).bytes_received
-                self._flight.measure_anew(link)
-            self._looked = now
-        self._measured += 1
-
-    def end(self, now: float | None) -> None:
-        """Record that such an all-reduce has ended, well at `now` or badly at None."""
-        self._measured -= 1
-        if now is not None and now - self._looked >= self._farthest_s:
+    def ended(self, now: float) -> None:
+        """Take note that an all-reduce of `MEASURED_BYTES` or more has ended well, at `now`."""
+        if now - self._since >= self._farthest_s:
             self._look(now)
 
     def tick(self, now: float) -> None:
         """Look at all-reduces that take long; call it several times a second."""
-        if self._measured and now - self._looked >= max(LOOK_S, self._farthest_s):
+        if self._flight.large and now - self._since >= max(LOOK_S, self._farthest_s):
             self._look(now)
+
+    @property
+    def _since(self) -> float:
+        """When links were measured anew: at the last look, or when large all-reduces began."""
+        return max(self._looked, self._flight.large_since)
 
     def asks(self, now: float) -> list[tuple[int, int]]:
         """Return links whose reducers are to be asked for a larger window, and how many bytes."""
@@ -167,17 +160,15 @@ class FlowControl:
         return max(self._far_s.values(), default=0.0)
 
     def _look(self, now: float) -> None:
-        elapsed = now - self._looked
+        elapsed = now - self._since
         if elapsed <= 0:
             return
         self._looked = now
         for link in self._most:
             stats = self._flight.stats(link)
-            received = stats.bytes_received - self._received[link]
-            self._received[link] = stats.bytes_received
             self._flight.measure_anew(link)
-            if received:  # a link that waits says nothing about what it can carry
-                self._rates[link].append(received / elapsed)
+            if stats.measured:  # a link that waits says nothing about what it can carry
+                self._rates[link].append(stats.measured / elapsed)
                 self._trips_s[link].append(stats.min_rtt_s)
             carried = max(self._rates[link], default=0.0)
             carried *= FAR_ROUND_TRIPS if link in self._far_s else 1

@@ -13,9 +13,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
-from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import encode_error
-from worker_client.protocol import _state
 from worker_client.protocol.flight import Send
 from worker_client.protocol.link import Failed
 from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
@@ -26,68 +24,48 @@ if TYPE_CHECKING:
     from reducer.errors import ReductionError
     from reducer.wire.header import Header
     from worker_client.protocol.flight import Action, Flight
-    from worker_client.protocol.flow_control import FlowControl
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.shard_map import ShardMap
     from worker_client.protocol.spec import JobSpec
 
 FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
-FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # of the checksum: multiplicative hashing
-_SINCE_MASK = (1 << 32) - 1
 GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
 _MOST_FAILED = 256  # entries of what has failed here; then the oldest become one
 
 log = logging.getLogger(__name__)
 
 
-class Numbering(_state.NumberingState):
-    """Gives all-reduces their numbers, which are the same at every rank.
+class Numbering:
+    """Has the flight give all-reduces their numbers, and knows why the latest call has failed.
 
-    Attributes:
-        call: the latest that was asked for,
-        number: its number,
-        place: that of the latest operation in it,
-        failure: and how another one of them has ended.
-        since, history: what the next operation's `since` and `history` are to be.
+    Args:
+        flight: gives the numbers, which are the same at every rank.
     """
 
-    def __init__(self) -> None:
-        self.call: object = None
-        self.number = -1
-        self.place = PLACES - 1
-        self.failure: ReductionError | None = None
-        self.since = self.history = 0
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+        self._failed: tuple[int, ReductionError] | None = None  # the number of a call, and why
 
     @property
     def end(self) -> int:
         """Number above those of all that were asked for."""
-        return self.number * PLACES + self.place + 1
+        return self._flight.end_of_numbers
 
     def give(self, operation: Operation) -> None:
         """Give what is asked for next its number; after a failure in its call, the reason, too."""
-        if operation.call is None or operation.call is not self.call:
-            self.call, self.failure = operation.call, None
-            self.number += 1
-            self.place = FIRST_PLACE
-        elif self.place == PLACES - 1:
-            raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
-        else:
-            self.place += 1
-            operation.refusal = operation.refusal or self.failure
-        operation.sequence = self.number * PLACES + self.place
-        operation.since, operation.history = self.since & _SINCE_MASK, self.history
-        if self.number >= self.since:
-            asked = operation.view.nbytes << 8 | operation.dtype << 4 | operation.op
-            self.history = ((self.history ^ operation.tag) * FACTOR + asked) & _MASK
+        self._flight.number(operation)
+        if self._failed is not None and self._failed[0] == operation.sequence // PLACES:
+            operation.refusal = operation.refusal or self._failed[1]
         if operation.refusal is not None:  # now: it may be held, and others are numbered meanwhile
-            self.since, self.history = self.number + 1, 0
+            self._flight.forget_history(operation)
 
     def forget(self, operation: Operation, error: ReductionError) -> None:
         """Compare later calls by what follows them: other ranks may know less of a failure."""
-        if operation.call is not None and operation.call is self.call:
-            self.failure = error
-        self.since, self.history = self.number + 1, 0
+        number = operation.sequence // PLACES
+        if number == (self.end - 1) // PLACES:  # more of its call may be asked for
+            self._failed = number, error
+        self._flight.forget_history(operation)
 
 
 class Calls:
@@ -96,7 +74,7 @@ class Calls:
     Args:
         spec: who we are.
         links: the session's.
-        flight, flow: what moves them.
+        flight: what moves them.
         aborts: tells reducers of a bad end.
         ended: called with each that has ended, and its error or None.
 
@@ -114,13 +92,12 @@ class Calls:
         links: list[Link],
         *,
         flight: Flight,
-        flow: FlowControl,
         aborts: Aborts,
         ended: Callable[[Operation, ReductionError | None], list[Action]],
     ) -> None:
-        self.active = Pending()
+        self.active = Pending(flight)
         self.names = Names()
-        self.numbering = Numbering()
+        self.numbering = Numbering(flight)
         self.question: Operation | None = None
         self._paused_s = 0.0  # the latest pause that ended a connection,
         self._results_before = 0  # and how many results had come until then
@@ -129,7 +106,6 @@ class Calls:
         self._frozen: int | None = None
         self._links = links
         self._flight = flight
-        self._flow = flow
         self._aborts = aborts
         self._ended = ended
 
@@ -245,10 +221,7 @@ class Calls:
 
     def leave(self, operation: Operation) -> None:
         """Do nothing more for an all-reduce, whose end is another's business."""
-        self.active.end(operation.sequence)
         self._flight.end(operation.sequence)
-        if operation.view.nbytes >= MEASURED_BYTES:
-            self._flow.end(None)
 
     def waiting(self, sequence: int) -> list[Link]:
         """Return the links on which results of an all-reduce are expected."""

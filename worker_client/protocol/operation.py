@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
-from worker_client.protocol import _state
+from worker_client.protocol._flight import Request
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from worker_client.protocol._flight import CompiledFlight as Flight
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
 LAST_S = 1.0  # before its deadline they are asked once more, or halfway if that is later
@@ -25,7 +27,7 @@ HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear tha
 _KEPT_NAMES = 4096
 
 
-class Operation(_state.OperationState, Work):
+class Operation(Request, Work):
     """What is asked for, and the handle of whoever does; how far it is, the flight knows.
 
     Args:
@@ -164,65 +166,50 @@ class Unfinished:
         return self.number, self.done, self.failed, self.chunks
 
 
-class Pending(_state.PendingState):
+class Pending:
     """The all-reduces in progress, in the order of their sequence numbers.
 
-    Attributes:
-        earliest: no deadline is before this time, in seconds of the caller's clock.
-        operations: they, by number.
-        end: removes the all-reduce of a number, which has ended, and returns it.
+    Args:
+        flight: has them, and knows the earliest of their deadlines.
     """
 
-    def __init__(self) -> None:
-        self.earliest = math.inf
-        self.operations: dict[int, Operation] = {}
-        self.end: Callable[[int], Operation] = self.operations.pop
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
 
     def __len__(self) -> int:
-        return len(self.operations)
+        return self._flight.active
 
     def __getitem__(self, sequence: int) -> Operation:
-        return self.operations[sequence]
+        if (operation := self._flight.find(sequence)) is None:
+            raise KeyError(sequence)
+        return operation
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self.operations
+        return self._flight.find(sequence) is not None
 
     def get(self, sequence: int) -> Operation | None:
         """Return an all-reduce, None if it is not in progress."""
-        return self.operations.get(sequence)
+        return self._flight.find(sequence)
 
     def all(self) -> list[Operation]:
         """Return all of them."""
-        return list(self.operations.values())
-
-    def begin(self, operation: Operation, now: float) -> None:
-        """Add an all-reduce that begins at `now`, in seconds of the caller's clock.
-
-        If it was submitted before, its deadline counts from that time (`begun`).
-        """
-        self.operations[operation.sequence] = operation
-        timeout_s = operation.timeout_s
-        operation.begun = begun = operation.begun or now
-        operation.ask_at = begun + STRAGGLER_S
-        operation.deadline = deadline = begun + timeout_s
-        operation.ask_last_at = deadline - (LAST_S if timeout_s > 2 * LAST_S else timeout_s / 2)
-        if deadline < self.earliest:  # noqa: PLR1730 (a call less, in every all-reduce)
-            self.earliest = deadline
+        return self._flight.all()
 
     def expect(self, operation: Operation, deadline: float) -> None:
         """Set the time by which it must be done."""
         operation.deadline = deadline
-        self.earliest = min(self.earliest, deadline)
+        self._flight.earliest = min(self._flight.earliest, deadline)
 
     def expired(self, now: float) -> list[Operation]:
         """Return the all-reduces whose deadline has passed, each once for each deadline."""
-        if now < self.earliest:
+        if now < self._flight.earliest:
             return []  # as nearly always; so nothing is kept in order
-        due = [each for each in self.operations.values() if each.deadline <= now]
+        everything = self.all()
+        due = [each for each in everything if each.deadline <= now]
         due.sort(key=lambda each: each.deadline)
         for operation in due:
             operation.deadline = math.inf
-        self.earliest = min((each.deadline for each in self.operations.values()), default=math.inf)
+        self._flight.earliest = min((each.deadline for each in everything), default=math.inf)
         return due
 
     def straggling(self, now: float) -> list[Operation]:
@@ -230,10 +217,11 @@ class Pending(_state.PendingState):
 
         They are the oldest one, from time to time, and each that has little time left.
         """
-        found = [each for each in self.operations.values() if each.ask_last_at <= now]
+        everything = self.all()
+        found = [each for each in everything if each.ask_last_at <= now]
         for operation in found:
             operation.ask_last_at = math.inf
-        oldest = next(iter(self.operations.values()), None)
+        oldest = next(iter(everything), None)
         if oldest is not None and now >= oldest.ask_at:
             oldest.ask_at += max(oldest.ask_at - oldest.begun, HURRY_S)
             if oldest not in found:
@@ -242,7 +230,7 @@ class Pending(_state.PendingState):
 
     def hurry(self, now: float) -> None:
         """Have it asked soon whom each waits for: it may be for a rank that is gone."""
-        for operation in self.operations.values():
+        for operation in self.all():
             operation.ask_at = min(operation.ask_at, now + HURRY_S)
 
 

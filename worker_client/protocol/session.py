@@ -24,7 +24,7 @@ from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, MEASURED_BYTES
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error, worst
 from reducer.wire.states import LinkState, Role, after
-from worker_client.protocol import _flight, _state
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.agreement import Agreement
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
@@ -49,7 +49,7 @@ LOOK_S = 0.05  # how often to look for what is seldom due
 log = logging.getLogger(__name__)
 
 
-class Session(_state.SessionState):
+class Session:
     """One worker's part in one job.
 
     Args:
@@ -61,11 +61,9 @@ class Session(_state.SessionState):
         handed_over: all calls are brought to their end by other means.
         looks_at: when `tick` is due, if no deadline is earlier, in seconds of the caller's clock.
         plan: how buffers are cut.
-        steady_until: nothing stands in the way of all-reduces below this number, unless something
-            happens, which makes it 0.
     """
 
-    def __init__(self, spec: JobSpec, flight: type[Flight] = _flight.CompiledFlight) -> None:
+    def __init__(self, spec: JobSpec, flight: type[Flight] = CompiledFlight) -> None:
         self.spec = spec
         self.handed_over = False
         self.links: list[Link] = []
@@ -86,7 +84,8 @@ class Session(_state.SessionState):
         choose = spec.world_size > 1 and not chunk_bytes
         self._agreement = Agreement(choose or spec.replaceable, chunk_bytes, reducers)
         weights = spec.weights or (1,) * reducers
-        self.plan = Plan(weights, spec.chunk_bytes, self._agreement.chunk_bytes_of)
+        chunk_bytes_of = self._agreement.chunk_bytes_of
+        self.plan = Plan(weights, spec.chunk_bytes, chunk_bytes_of, self.flight)
         self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
         self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer,
         self._asked_in = 0  # and the epoch in which the ranks were asked for it
@@ -103,7 +102,6 @@ class Session(_state.SessionState):
             spec,
             self.links,
             flight=self.flight,
-            flow=self._flow,
             aborts=self._aborts,
             ended=self._ended,
         )
@@ -120,7 +118,6 @@ class Session(_state.SessionState):
         )
         self._roll_call = RollCall(self.links, self._map, self.calls.active, elastic=spec.elastic)
         self._handing = HandingOver()
-        self.steady_until: float = 0
         self._quiet = False  # nothing is to be recovered, unless something happens
         self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
             MessageType.CHALLENGE: self._challenge,
@@ -221,8 +218,10 @@ class Session(_state.SessionState):
 
     def submit(self, operation: Operation, now: float) -> list[Action]:
         """Start an all-reduce; the order of calls must be the same at every rank."""
+        if self.flight.begin(operation, now):
+            return []
         self.calls.numbering.give(operation)
-        if operation.sequence < self.steady_until and operation.refusal is None:
+        if operation.sequence < self.flight.steady_until and operation.refusal is None:
             self._begin(operation, now)
             return []
         if operation.sequence % PLACES == FIRST_PLACE:
@@ -231,7 +230,8 @@ class Session(_state.SessionState):
             self._handing.asked(operation.sequence, self.flight.reached)
         actions = self._move_on(self._go_on(operation, now))
         if self._is_steady():
-            self.steady_until = self._agreement.next_due(operation.sequence)
+            due = self._agreement.next_due(operation.sequence)
+            self.flight.set_steady(due, self._map.epoch)
         return actions
 
     def _go_on(self, operation: Operation, now: float) -> list[Action]:
@@ -274,10 +274,7 @@ class Session(_state.SessionState):
         """Hand an all-reduce to the flight; return the parts that it was cut into."""
         nbytes, dtype = operation.view.nbytes, operation.dtype
         shards, chunk_bytes = self.plan.cut(nbytes, operation.sequence, dtype)
-        self.flight.submit(operation, shards, chunk_bytes, self._map.epoch)
-        if nbytes >= MEASURED_BYTES:
-            self._flow.begin(now)
-        self.calls.active.begin(operation, now)
+        self.flight.submit(operation, shards, chunk_bytes, self._map.epoch, now)
         if operation.name:
             self.calls.names.remember(operation)
         return shards
@@ -300,7 +297,8 @@ class Session(_state.SessionState):
         )
 
     def _something_happened(self) -> None:
-        self.steady_until, self._quiet = 0, False
+        self.flight.set_steady(0.0)
+        self._quiet = False
         # Also if another rank has told that the only reducer is lost that was waited for.
         self._joining.complete = self._joining.complete or self._joining.done
 
@@ -365,20 +363,18 @@ class Session(_state.SessionState):
             self._joining.refuse(link, error, self._now)
             return []
 
-    def completed(self, sequences: list[int], now: float) -> list[Action]:
+    def completed(self, operations: list[Operation], now: float) -> list[Action]:
         """Take note that the flight has all results of these all-reduces."""
         actions: list[Action] = []
-        calls = self.calls
-        for sequence in sequences:
-            operation = calls.active.end(sequence)
+        for operation in operations:
             if operation.view.nbytes >= MEASURED_BYTES:
-                self._flow.end(now)
-            if operation is calls.question:
-                actions += self._answered(sequence, None)
+                self._flow.ended(now)
+            if operation is self.calls.question:
+                actions += self._answered(operation.sequence, None)
             else:
                 actions.append(Finish(operation, None))
         # In a steady state there is nothing to move on from, and this is called with every result.
-        if self.steady_until:
+        if self.flight.steady_until:
             return actions
         return self._move_on(actions)
 

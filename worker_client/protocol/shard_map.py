@@ -15,15 +15,15 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.constants import MAX_LANES
-from reducer.wire.layout import shards, turn_of
+from reducer.wire.layout import shards
 from reducer.wire.messages import LAST_EPOCH, LAST_STAGE
-from worker_client.protocol import _state
 from worker_client.protocol.flight import LinkShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reducer.wire.constants import DType
+    from worker_client.protocol._flight import CompiledFlight as Flight
     from worker_client.protocol.link import Link
 
 NEVER = -1
@@ -31,7 +31,6 @@ NEVER = -1
 # waits for the next one's: what that one loses is for the epoch after that.
 APART = 2
 _KEPT_EPOCHS = 256  # between two of them are up to 96 calls
-_KEPT_PLANS = 1024
 
 
 class Stage(NamedTuple):
@@ -210,7 +209,7 @@ class ShardMap:
         self.intact = self._is_intact()
 
 
-class Plan(_state.PlanState):
+class Plan:
     """Cuts the buffers of a job.
 
     Args:
@@ -218,10 +217,10 @@ class Plan(_state.PlanState):
         chunk_bytes: the forced size of chunks, 0 for the rule.
         chunk_bytes_of: that rule: takes the size of a buffer and its number of shards. What it
             says changes with the `use` of other reducers alone.
+        flight: remembers how buffers were cut.
 
     Attributes:
         turns: after so many all-reduces the first shard is at the same place again.
-        known: what `cut` has returned, by size, turn and type: they return.
     """
 
     def __init__(
@@ -229,14 +228,15 @@ class Plan(_state.PlanState):
         weights: Sequence[int],
         chunk_bytes: int,
         chunk_bytes_of: Callable[[int, int], int],
+        flight: Flight,
     ) -> None:
+        self._flight = flight
         self._weights_of_reducers = weights
         self._chunk_bytes = chunk_bytes
         self._chunk_bytes_of = chunk_bytes_of
         self._owners: list[int] = []  # links in the order in which they take shards
         self._weights: list[int] = []  # of the owners
         self.turns = 0
-        self.known: dict[tuple[int, int, DType], tuple[list[LinkShard], int]] = {}
 
     def use(self, links: Sequence[Link], taking_part: Mapping[int, int]) -> None:
         """Share buffers out over the links of reducers, whose lanes divide their parts.
@@ -260,7 +260,7 @@ class Plan(_state.PlanState):
         self._owners = [link.index for link in owners]
         self.turns = len(owners)
         self._weights = [weights[link.reducer] * whole // lanes[link.reducer] for link in owners]
-        self.known.clear()
+        self._flight.forget_cuts(self.turns)
 
     def share(self, link: Link) -> float:
         """Return what a link's reducer owns, relative to the one that owns most: 0 to 1."""
@@ -268,13 +268,6 @@ class Plan(_state.PlanState):
 
     def cut(self, nbytes: int, sequence: int, dtype: DType) -> tuple[list[LinkShard], int]:
         """Cut the buffer of an all-reduce; return its shards and the size of their chunks."""
-        key = nbytes, turn_of(sequence) % self.turns, dtype
-        known = self.known.get(key)
-        if known is None:
-            cut = shards(nbytes, self._weights, sequence, self._chunk_bytes, dtype.itemsize)
-            parts = [LinkShard(self._owners[to], start, end) for to, start, end in cut]
-            known = parts, self._chunk_bytes_of(nbytes, len(parts))
-            if len(self.known) == _KEPT_PLANS:
-                self.known.clear()
-            self.known[key] = known
-        return known
+        cut = shards(nbytes, self._weights, sequence, self._chunk_bytes, dtype.itemsize)
+        parts = [LinkShard(self._owners[to], start, end) for to, start, end in cut]
+        return parts, self._chunk_bytes_of(nbytes, len(parts))

@@ -1,10 +1,10 @@
-"""The structs and functions of `loop.h`, and the class over them."""
+"""The structs and functions of `loop.h` and `core.h`, and the classes over them."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
 from reducer.zmtp.curve cimport curve_keys
 from reducer.zmtp.net cimport connection, pair
-from worker_client.protocol._flight cimport CompiledFlight, flight as flight_t
+from worker_client.protocol._flight cimport CompiledFlight, Request, all_reduce, flight as flight_t
 
 
 cdef extern from "worker_client/runtime/loop.h" nogil:
@@ -49,13 +49,59 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     void loop_resume(loop_t *self, bint at_once) noexcept
 
 
+cdef extern from "worker_client/runtime/core.h" nogil:
+    enum core_submitted:
+        CORE_BEGUN
+        CORE_ASKED
+        CORE_CLOSED
+
+    ctypedef struct core_t "struct core":
+        bint closed
+        loop_event event
+
+    bint core_init(core_t *self, flight_t *within, loop_t *loop) noexcept
+    void core_free(core_t *self) noexcept
+    core_submitted core_submit(core_t *self, all_reduce *asked) noexcept
+    int core_test(const all_reduce *asked) noexcept
+    void core_lead(core_t *self, const all_reduce *asked, double until) noexcept
+    void core_call(core_t *self) noexcept
+    bint core_close(core_t *self) noexcept
+    uint64_t core_leader(core_t *self) noexcept
+    bint core_take_lead(core_t *self, double until) noexcept
+    void core_leave_lead(core_t *self) noexcept
+    bint core_start(core_t *self) noexcept
+    all_reduce *core_first(core_t *self) noexcept
+    void core_drop_first(core_t *self) noexcept
+    void core_put_off(core_t *self) noexcept
+    void core_run(core_t *self, const all_reduce *asked, double until) noexcept
+
+
 cdef class Loop:
     cdef loop_t its
-    cdef loop_event _event  # what `news` has not told yet
     cdef CompiledFlight _flight
 
-    cpdef run(self, long timeout_ms)
-    cdef bint is_healthy(self)
     cdef uint32_t check(self, line) except? 0xFFFFFFFF
-    cpdef refill(self)
     cdef message(self)
+
+
+cdef class Core:
+    cdef core_t its
+    cdef Loop _loop
+    cdef CompiledFlight _flight
+    cdef readonly dict open
+    cdef public object failing, failure
+    cdef object _driver, _trace
+    cdef public double due
+    cdef public bint retired
+    cdef double _wanted_until, _waited_at
+    cdef bint _stands_in
+    cdef uint64_t _forks, _main, _own
+
+    cpdef submit(self, Request operation)
+    cpdef wait(self, done, double until)
+    cpdef resume(self, bint at_once)
+    cdef double ask_for_lead(self, double until, double now)
+    cdef move_on(self, done, double until, bint main)
+    cdef bint advance(self, bint main) except -1
+    cdef bint all_end_well(self) except -1
+    cdef end(self, Request operation)

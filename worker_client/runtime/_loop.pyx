@@ -1,10 +1,21 @@
-"""The loop over a worker's connections, over the structs of `loop.h`."""
+"""The loop over a worker's connections, and the core that moves all-reduces over them.
+
+With more processes than cores every small all-reduce finds cold caches, and then the interpreter
+takes longer than the network. So nothing of one is interpreted in here, from its call to its end,
+unless something is unusual: that is left to the driver and its session.
+
+Handlers of signals run in the main thread, between any two lines that are interpreted, and may
+raise. So there nothing of a step is interpreted: the driver's own thread does what is unusual.
+"""
 
 cimport cython
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
+
+from cpython.exc cimport PyErr_CheckSignals
+from libc.math cimport INFINITY, fmin
 
 from reducer.zmtp.curve cimport copy_keys, curve_keys, explicit_bzero
 from reducer.zmtp.net cimport (
@@ -18,10 +29,38 @@ from reducer.zmtp.net cimport (
     message as message_t,
     pair,
 )
-from worker_client.protocol._flight cimport CompiledFlight, HEADER_BYTES
+from worker_client.protocol._flight cimport (
+    ALL_REDUCE_DONE,
+    ALL_REDUCE_PENDING,
+    CompiledFlight,
+    HEADER_BYTES,
+    MeteredCall,
+    Request,
+    all_reduce,
+    operation_t,
+)
 
 from enum import IntEnum
+from threading import get_ident, main_thread
+from time import monotonic
+from types import MethodType
 from typing import NamedTuple
+
+from reducer.errors import LocalProtocolError
+from reducer.wire.layout import MEASURED_BYTES
+from worker_client.runtime import service_thread
+from worker_client.work import Work
+
+SHUT_DOWN = "this client was shut down: call worker_client.init() again"
+IDLE_S = 0.1  # who leads looks at the clock this often
+LONGEST_REST_S = 0.01  # the driver's own thread rests so long between two looks, at most
+OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lead
+ASKING_S = 0.005  # how long it does
+
+cdef object _DONE = Work.done
+cdef uint64_t _MEASURED_BYTES = MEASURED_BYTES
+cdef double _IDLE_S = IDLE_S, _LONGEST_REST_S = LONGEST_REST_S
+cdef double _OFTEN_S = OFTEN_S, _ASKING_S = ASKING_S
 
 
 class Fault(IntEnum):
@@ -192,33 +231,6 @@ cdef class Loop:
             return 0, False
         return its.bytes_read, its.in_frame
 
-    cpdef run(self, long timeout_ms):
-        """Wait until there is something for the session, or the time is up."""
-        if self._event == LOOP_QUIET and self._flight.its.completed == NULL:
-            with nogil:
-                self._event = loop_run(&self.its, timeout_ms)
-
-    cdef bint is_healthy(self):
-        """Whether there is nothing for the session but all-reduces that were completed."""
-        return self._event == LOOP_QUIET and not self.its.changes
-
-    def news(self):
-        """Return what there is for the session, once.
-
-        Returns:
-            The all-reduces that were completed; the message that is not a healthy result, as
-            ``(line, header, payload)``, or None; and whether there is a `change`.
-
-        Raises:
-            OSError: the kernel refused to poll.
-        """
-        cdef loop_event event = self._event
-        self._event = LOOP_QUIET
-        if event == LOOP_FAILED:
-            raise OSError(self.its.error, "the sockets cannot be polled")
-        message = self.message() if event == LOOP_MESSAGE else None
-        return self._flight.completed(), message, self.its.changes
-
     def change(self):
         """Return the next connection that was made or has ended, once; None if there is none."""
         cdef connection *its
@@ -248,7 +260,7 @@ cdef class Loop:
         loop_send(&self.its, self.check(line), PyBytes_AsString(header),
                   &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
-    cpdef refill(self):
+    def refill(self):
         """Send what the windows have room for."""
         loop_refill(&self.its)
 
@@ -256,23 +268,6 @@ cdef class Loop:
         """Read the buffer of an all-reduce no more: what has yet to be sent of it is copied."""
         if not loop_detach(&self.its, sequence):
             raise MemoryError
-
-    def wake(self):
-        """Make `run` return at once; any thread may call it."""
-        loop_wake(&self.its)
-
-    def rest(self, int first_ms, int longest_ms, int longest_of_one_ms):
-        """Return when no thread has run the loop for a while, and after `resume`.
-
-        It looks after the first time, then after times twice as long each, up to the longest
-        between runs, and up to that of one run while it lasts.
-        """
-        with nogil:
-            loop_rest(&self.its, first_ms, longest_ms, longest_of_one_ms)
-
-    def resume(self, bint at_once):
-        """Make `rest` return, or look again soon; any thread may call it, in any signal handler."""
-        loop_resume(&self.its, at_once)
 
     cdef message(self):
         cdef connection *sender = self.its.line[self.its.from_].connection
@@ -286,3 +281,321 @@ cdef class Loop:
             payload = PyBytes_FromStringAndSize(<char *>found.payload.data, found.payload.nbytes)
         loop_next(&self.its)
         return self.its.from_, header, payload
+
+
+cdef class Core:
+    """Begins and ends all-reduces, and has one thread at a time move them on: who has the lead.
+
+    Args:
+        flight, loop: what it moves.
+
+    Attributes:
+        open: what was submitted and has not ended, besides what is in a callback just now.
+        due: when `advance` is to be called, if nothing happens before, by the monotonic clock.
+        failing: why all that is in progress is to end; None if it is not.
+        failure: what has ended a step of a thread that led for a while; None if nothing has.
+        retired: all calls are brought to their end by other means.
+    """
+
+    def __cinit__(self, CompiledFlight flight not None, Loop loop not None):
+        self._flight, self._loop = flight, loop
+        self.open = {}
+        self._forks, self._main = service_thread.forks, main_thread().ident
+        if not core_init(&self.its, &flight.its, &loop.its):
+            raise MemoryError
+
+    def __dealloc__(self):
+        core_free(&self.its)
+
+    def serve(self, driver, trace):
+        """Leave what is unusual to a driver.
+
+        Args:
+            driver: whose `wait`, `advance` and `end` are called by who has the lead, and `follow`
+                by who submits while there is a timeline.
+            trace: has that.
+        """
+        self._driver, self._trace = driver, trace
+
+    # -- any thread ---------------------------------------------------------------------------
+
+    @property
+    def closed(self):
+        return self.its.closed
+
+    @property
+    def leader(self):
+        """Which thread has the lead; 0 if none does."""
+        return core_leader(&self.its)
+
+    cpdef submit(self, Request operation):
+        """Begin an all-reduce, or have it begun by the thread that has the lead.
+
+        Raises:
+            LocalProtocolError: nothing may be submitted any more.
+        """
+        if self._trace.timeline is not None:
+            self._driver.follow(operation)
+        operation.aim()
+        self.open[operation] = None
+        cdef core_submitted how = core_submit(&self.its, operation.its)
+        if how == CORE_CLOSED:
+            self.open.pop(operation, None)
+            raise LocalProtocolError(SHUT_DOWN)
+        if how == CORE_ASKED:
+            self.resume(True)
+
+    cpdef wait(self, done, double until):
+        """Move all-reduces on until `done`, or the clock says `until`, unless others have the lead.
+
+        Raises:
+            LocalProtocolError: this thread leads already, in whose callback or signal handler this
+                is: nobody else could bring the end.
+        """
+        cdef uint64_t me = get_ident()
+        cdef double since, now = monotonic()
+        cdef double patience_s
+        cdef bint leads
+        if service_thread.forks != self._forks or self.retired:
+            return
+        if core_leader(&self.its) == me:
+            raise LocalProtocolError(
+                "waiting here would last for ever: this is a callback of an all-reduce, or a "
+                "signal handler that interrupted a wait for one"
+            )
+        if self.failure is not None:
+            return
+        leads = core_take_lead(&self.its, 0)
+        if not leads and (patience_s := self.ask_for_lead(until, now)) > 0:
+            with nogil:
+                leads = core_take_lead(&self.its, now + patience_s)
+            self._wanted_until = 0
+        if leads:
+            since = monotonic()
+            try:
+                self.move_on(done, until, me == self._main)
+            finally:
+                core_leave_lead(&self.its)
+                now = monotonic()
+                if self.open:  # also after an interrupt, of which others know nothing
+                    self.resume(True)
+                elif now - since > _LONGEST_REST_S:  # it may rest for long, as this wait was long
+                    self.resume(False)
+            self._waited_at = now
+        else:
+            self._waited_at = monotonic()
+
+    def call(self):
+        """Have whoever leads look at what is unusual; any thread, in any signal handler."""
+        core_call(&self.its)
+
+    def close(self):
+        """Accept nothing any more; return whether that is new."""
+        cdef bint first = core_close(&self.its)
+        self.call()
+        self.resume(True)
+        return first
+
+    cpdef resume(self, bint at_once):
+        """Have the driver's own thread lead again, if it rests: at once, or if nobody else does."""
+        self._stands_in = at_once
+        loop_resume(&self._loop.its, at_once)
+
+    cdef double ask_for_lead(self, double until, double now):
+        """Have the driver's own thread step aside, if that is likely to pay.
+
+        Returns:
+            Seconds to wait for the lead; 0 if it does not.
+        """
+        if not (now < until and now - self._waited_at < _OFTEN_S):
+            return 0
+        if core_leader(&self.its) != self._own or self._flight.its.active > 1:
+            return 0
+        cdef double patience_s = fmin(_ASKING_S, until - now)
+        self._wanted_until = now + patience_s
+        self.call()
+        return patience_s
+
+    # -- the driver's own thread --------------------------------------------------------------
+
+    def lead(self):
+        """Wait for the lead, and take it."""
+        self._own = get_ident()
+        with nogil:
+            core_take_lead(&self.its, INFINITY)
+
+    def leave(self):
+        """Let others lead."""
+        self._stands_in = self._stands_in and bool(self.open)
+        core_leave_lead(&self.its)
+
+    def is_wanted(self, double now):
+        """Whether another thread asks to lead, or has left off and may go on."""
+        if now < self._wanted_until and self._flight.its.active <= 1:
+            return True
+        return self._stands_in and not self.open
+
+    def rest(self, double first_s):
+        """Return when no thread has led for a while, and after `resume`.
+
+        Args:
+            first_s: when to look for the first time, seconds; then after times twice as long each.
+        """
+        cdef int first_ms = round(1000 * first_s), longest_ms = round(1000 * LONGEST_REST_S)
+        cdef int longest_of_one_ms = round(1000 * IDLE_S)
+        with nogil:
+            loop_rest(&self._loop.its, first_ms, longest_ms, longest_of_one_ms)
+
+    # -- who has the lead ---------------------------------------------------------------------
+
+    def run(self, double timeout_s):
+        """Wait until there is something for the session, or the time is up."""
+        cdef double until = monotonic() + timeout_s
+        with nogil:
+            core_run(&self.its, NULL, until)
+
+    def news(self):
+        """Return what there is for the session, once.
+
+        Returns:
+            The all-reduces that were completed; the message that is not a healthy result, as
+            ``(line, header, payload)``, or None; and whether there is a `change`.
+
+        Raises:
+            OSError: the kernel refused to poll.
+        """
+        cdef loop_event event = self.its.event
+        self.its.event = LOOP_QUIET
+        if event == LOOP_FAILED:
+            raise OSError(self._loop.its.error, "the sockets cannot be polled")
+        message = self._loop.message() if event == LOOP_MESSAGE else None
+        return self._flight.completed(), message, self._loop.its.changes
+
+    def start(self):
+        """Begin what was asked for, as far as it needs no session; return whether that is all."""
+        return core_start(&self.its)
+
+    def first(self):
+        """Return what was asked for first and not begun; None if there is nothing."""
+        cdef all_reduce *asked = core_first(&self.its)
+        return None if asked == NULL else self._flight.owner(asked)
+
+    def drop_first(self):
+        """Leave that to whoever asked for it here."""
+        core_drop_first(&self.its)
+
+    def put_off(self):
+        """Leave it where it is, and whatever comes after it, until this is asked again."""
+        core_put_off(&self.its)
+
+    cdef move_on(self, done, double until, bint main):
+        """Lead until `done`, or `until`, or until nothing is in progress.
+
+        The main thread leads only as long as nothing is to be interpreted but `done`.
+        """
+        cdef double now, most
+        while (
+            self.open
+            and not self.its.closed
+            and self.failure is None
+            and not _is_true(done)
+            and (now := monotonic()) < until
+        ):
+            most = fmin(until, now + _IDLE_S)
+            # A signal handler's exception may end this wait, which loses nothing, ...
+            if self._flight.its.steady_until:
+                with nogil:
+                    core_run(&self.its, NULL, most)
+                PyErr_CheckSignals()
+            elif main:
+                return
+            else:
+                self._driver.wait(most - now)
+            try:
+                if not self.advance(main):
+                    if main:
+                        return
+                    self._driver.advance()
+            except BaseException as error:  # ... but one in here may leave things half done
+                self.failure = error
+                self.resume(True)
+                raise
+
+    cdef bint advance(self, bint main) except -1:
+        """Do what the driver does; false: it has to, as something is unusual or rare."""
+        cdef bint healthy = self.its.event == LOOP_QUIET and not self._loop.its.changes
+        cdef double now
+        if not (healthy and self._flight.its.steady_until and self.failing is None):
+            return False
+        if main and (core_first(&self.its) != NULL or not self.all_end_well()):
+            return False
+        for operation in self._flight.completed():
+            self.end(operation)
+        if core_first(&self.its) != NULL:
+            return False
+        now = monotonic()
+        return now < self.due and now < self._flight.its.earliest
+
+    cdef bint all_end_well(self) except -1:
+        """Whether nothing is interpreted when `end` ends what has been completed."""
+        cdef operation_t *completed = self._flight.its.completed
+        cdef Request operation
+        while completed != NULL:
+            operation = <Request>completed.asked.owner
+            if not (
+                operation.its.nbytes < _MEASURED_BYTES
+                and _ends_well(operation)
+                and _is_unheard(operation)
+                and (operation.ended is None or type(operation.ended) is MeteredCall)
+            ):
+                return False
+            completed = completed.following
+        return True
+
+    cdef end(self, Request operation):
+        """End an all-reduce of which all results are here."""
+        if operation.its.nbytes >= _MEASURED_BYTES:
+            self._driver.end([operation])
+            return
+        try:
+            self.open.pop(operation, None)
+            _end_well(operation)
+        except BaseException:
+            self.open[operation] = None  # it ends when the driver does
+            raise
+
+
+cdef bint _ends_well(Request operation) except -1:
+    """Whether nothing is left to do for an all-reduce whose result is here, but to say so."""
+    return not operation.over and operation.write_back is None
+
+
+cdef bint _is_unheard(Request operation) except -1:
+    """Whether nobody is to be woken, or called, at its end, but for `ended`."""
+    return operation._future is None and operation._waiters is None
+
+
+cdef _end_well(Request operation):
+    """End an all-reduce whose result is in its buffer, as `Operation.end` does."""
+    if not _ends_well(operation):
+        (<object>operation).end(None)
+        return
+    ended = operation.ended
+    if ended is not None:
+        ended(None)
+    if _is_unheard(operation):
+        operation.its.state = ALL_REDUCE_DONE  # the GIL stands for its lock
+    else:
+        (<object>operation).finish(None)
+    operation.over = True
+    operation.ended = None
+
+
+cdef bint _is_true(done) except -1:
+    """Whether what is waited for has come: mostly an all-reduce, which needs no call to tell."""
+    if type(done) is MethodType and done.__func__ is _DONE:
+        done = done.__self__
+        if isinstance(done, Request):
+            return (<Request>done).its.state != ALL_REDUCE_PENDING
+        return done._ended
+    return done()

@@ -621,8 +621,10 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
     loop->polled_ns = now_ns();
     if (loop->patient_ns != 0 && loop->polled_ns >= loop->patient_ns)
         lose_patience(loop);
-    if (found < 0 && error == EINTR)
-        atomic_store(&loop->woken, true); /* so that Python handles the signal at once */
+    if (found < 0 && error == EINTR) {
+        atomic_store(&loop->woken, true); /* so that it returns at once */
+        loop->interrupted = true;
+    }
     if (found < 0) {
         loop->error = error;
         return error == EINTR ? LOOP_QUIET : LOOP_FAILED;

@@ -43,6 +43,7 @@ struct loop {
     uint32_t turn;    /* the line that is next to be received from */
     uint32_t from;    /* the line of the message at hand */
     bool changes;     /* some line has changed */
+    bool interrupted; /* by a signal, while it waited: Python is to handle it */
     int error;
     uint64_t polled_ns; /* when the sockets were last looked at */
     uint64_t patient_ns; /* when low water marks are looked at next; 0: there are none */

@@ -112,9 +112,9 @@ class _Way:
 
 
 class Transport:
-    """Connections to all reducers of a job, and a way to wake up whoever polls them.
+    """Connections to all reducers of a job.
 
-    One thread at a time uses it, but for `wake` and `resume`.
+    Whoever has the lead of its core uses it.
 
     Args:
         flight: what is sent, and where results go.
@@ -123,7 +123,7 @@ class Transport:
         heartbeats: how often to send some, and how long to be patient without any.
 
     Attributes:
-        loop: moves its messages; any thread may use it in turn.
+        core: moves its messages; any thread may submit to it.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class Transport:
         self._inside = context or {}
         self._keys = keys or Keys()
         self._patience_s = heartbeats.patience_s
-        self.loop = self._loop = _loop.Loop(flight, heartbeats.every_s)
+        self._loop = _loop.Loop(flight, heartbeats.every_s)
+        self.core = _loop.Core(flight, self._loop)
         self._ways: list[_Way] = []  # of all lines
         self._lines: list[list[int]] = []  # of each link: the first one, and further streams
         self._kept: dict[int, _Kept] = {}  # links whose connections go on when they break
@@ -209,21 +210,21 @@ class Transport:
     def wait(self, timeout_s: float) -> None:
         """Take healthy results until something else happens or an all-reduce is done.
 
-        It returns at once after `wake`. An interrupt loses nothing.
+        It returns at once after the core's `call`. An interrupt loses nothing.
         """
         now = time.monotonic()
         self._mind_if_due(now)
-        self._loop.run(math.ceil(max(0.0, min(timeout_s, self._next_try - now)) * 1000))
+        self.core.run(max(0.0, min(timeout_s, self._next_try - now)))
 
     def events(self) -> Iterable[Event]:
         """Return what has happened; call it several times in `reducer.clock.MOST_S` seconds."""
-        completed, message, changes = self._loop.news()
+        completed, message, changes = self.core.news()
         if message is None and not changes:
             return (Completed(completed),) if completed else ()
         return self._rare_events(completed, message)
 
     def _rare_events(
-        self, completed: list[int], message: tuple[int, bytes, bytes] | None
+        self, completed: list[Operation], message: tuple[int, bytes, bytes] | None
     ) -> Iterator[Event]:
         if completed:
             yield Completed(completed)
@@ -277,28 +278,6 @@ class Transport:
         """Return the shortest round trip of a link's connection, seconds; 0 if nobody knows."""
         way = self._ways[self._lines[link][0]]
         return 0.0 if way.socket is None else tcp_connections.round_trip_s(way.socket)
-
-    def wake(self) -> None:
-        """Make `wait` return at once. The caller sees to it that one thread calls at a time."""
-        self._loop.wake()
-
-    def rest(self, first_s: float, longest_s: float, longest_of_one_s: float) -> None:
-        """Return when no thread has called `wait` for a while, and after `resume`.
-
-        Args:
-            first_s: when to look for the first time, in seconds; then after twice as long each,
-            longest_s: up to this,
-            longest_of_one_s: or up to this, while one call of `wait` lasts.
-        """
-        self._loop.rest(*(round(1000 * each) for each in (first_s, longest_s, longest_of_one_s)))
-
-    def resume(self, *, at_once: bool = True) -> None:
-        """Make `rest` return; any thread may call it, in any signal handler.
-
-        Args:
-            at_once: or let it begin anew, so that it looks again after `first_s`.
-        """
-        self._loop.resume(at_once)
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
@@ -522,7 +501,7 @@ class Transport:
                 places = []  # the name is gone, or nobody answers: later again
                 way.retry_at = time.monotonic() + RECONNECT_MAX_MS / 1000
             self._resolved.append((way, places))
-            self._loop.wake()
+            self.core.call()
 
         threading.Thread(target=ask, name="resolve", daemon=True).start()
         return None

@@ -1,0 +1,188 @@
+#include "core.h"
+
+#include <math.h>
+
+static double seconds(void)
+{
+    return (double)now_ns() / 1e9;
+}
+
+static uint64_t this_thread(void)
+{
+    return (uint64_t)pthread_self();
+}
+
+bool core_init(struct core *core, struct flight *flight, struct loop *loop)
+{
+    *core = (struct core){.flight = flight, .loop = loop};
+    pthread_condattr_t monotonic;
+    if (pthread_condattr_init(&monotonic) != 0)
+        return false;
+    bool made = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC) == 0 &&
+                pthread_cond_init(&core->free, &monotonic) == 0;
+    pthread_condattr_destroy(&monotonic);
+    return made && pthread_mutex_init(&core->gate, NULL) == 0;
+}
+
+void core_free(struct core *core)
+{
+    pthread_cond_destroy(&core->free);
+    pthread_mutex_destroy(&core->gate);
+}
+
+/* -- the lead -------------------------------------------------------------------------------- */
+
+uint64_t core_leader(struct core *core)
+{
+    pthread_mutex_lock(&core->gate);
+    uint64_t leader = core->leader;
+    pthread_mutex_unlock(&core->gate);
+    return leader;
+}
+
+bool core_take_lead(struct core *core, double until)
+{
+    uint64_t me = this_thread();
+    struct timespec end = {0};
+    if (isfinite(until)) {
+        end.tv_sec = (time_t)until;
+        end.tv_nsec = (long)((until - (double)end.tv_sec) * 1e9);
+    }
+    pthread_mutex_lock(&core->gate);
+    bool may_wait = until > 0 && core->leader != me;
+    while (core->leader != 0 && may_wait) {
+        if (isfinite(until))
+            may_wait = pthread_cond_timedwait(&core->free, &core->gate, &end) == 0;
+        else
+            pthread_cond_wait(&core->free, &core->gate);
+    }
+    bool taken = core->leader == 0;
+    if (taken)
+        core->leader = me;
+    pthread_mutex_unlock(&core->gate);
+    return taken;
+}
+
+void core_leave_lead(struct core *core)
+{
+    pthread_mutex_lock(&core->gate);
+    core->leader = 0;
+    pthread_cond_signal(&core->free);
+    pthread_mutex_unlock(&core->gate);
+}
+
+/* -- what was asked for ---------------------------------------------------------------------- */
+
+struct all_reduce *core_first(struct core *core)
+{
+    pthread_mutex_lock(&core->gate);
+    struct all_reduce *first = core->first;
+    pthread_mutex_unlock(&core->gate);
+    return first;
+}
+
+void core_drop_first(struct core *core)
+{
+    pthread_mutex_lock(&core->gate);
+    core->first = core->first->next;
+    core->put_off = NULL;
+    pthread_mutex_unlock(&core->gate);
+}
+
+void core_put_off(struct core *core)
+{
+    core->put_off = core_first(core);
+}
+
+bool core_start(struct core *core)
+{
+    struct all_reduce *asked;
+    bool begun = true;
+    while (begun && (asked = core_first(core)) != NULL) {
+        begun = flight_begin(core->flight, asked, seconds());
+        if (begun)
+            core_drop_first(core);
+    }
+    loop_refill(core->loop);
+    return begun;
+}
+
+enum core_submitted core_submit(struct core *core, struct all_reduce *asked)
+{
+    asked->next = NULL;
+    asked->sequence = -1;
+    pthread_mutex_lock(&core->gate);
+    bool closed = core->closed, alone = core->first == NULL;
+    bool leads = !closed && core->leader == 0;
+    if (!closed && alone)
+        core->first = core->last = asked;
+    else if (!closed)
+        core->last = core->last->next = asked;
+    if (leads)
+        core->leader = this_thread();
+    pthread_mutex_unlock(&core->gate);
+    if (closed)
+        return CORE_CLOSED;
+    if (!leads) {
+        if (alone) /* otherwise whoever leads was woken already */
+            loop_wake(core->loop);
+        return CORE_BEGUN;
+    }
+    bool begun = core_start(core);
+    core_leave_lead(core);
+    return begun ? CORE_BEGUN : CORE_ASKED;
+}
+
+enum all_reduce_state core_test(const struct all_reduce *asked)
+{
+    return (enum all_reduce_state)atomic_load(&asked->state);
+}
+
+void core_call(struct core *core)
+{
+    atomic_store(&core->called, true);
+    loop_wake(core->loop);
+}
+
+bool core_close(struct core *core)
+{
+    pthread_mutex_lock(&core->gate);
+    bool first = !core->closed;
+    core->closed = true;
+    pthread_mutex_unlock(&core->gate);
+    return first;
+}
+
+/* -- whoever has the lead -------------------------------------------------------------------- */
+
+void core_run(struct core *core, const struct all_reduce *asked, double until)
+{
+    struct flight *flight = core->flight;
+    if (core->event != LOOP_QUIET || flight->completed != NULL)
+        return; /* the session has yet to hear of that */
+    while (!atomic_exchange(&core->called, false)) {
+        const struct all_reduce *first = core_first(core);
+        if (first != NULL && first != core->put_off && !core_start(core))
+            break;
+        double left_s = fmin(until, flight->earliest) - seconds();
+        core->event = loop_run(core->loop, left_s > 0 ? (long)ceil(left_s * 1000) : 0);
+        bool ended = flight_end_unowned(flight);
+        if (core->event != LOOP_QUIET || core->loop->changes || !ended || core->loop->interrupted)
+            break;
+        if (asked != NULL && core_test(asked) != ALL_REDUCE_PENDING)
+            break;
+        if (seconds() >= fmin(until, flight->earliest))
+            break;
+    }
+    core->loop->interrupted = false;
+}
+
+void core_lead(struct core *core, const struct all_reduce *asked, double until)
+{
+    if (core_test(asked) != ALL_REDUCE_PENDING || !core_take_lead(core, 0))
+        return;
+    core_run(core, asked, until);
+    core_leave_lead(core);
+    if (core_test(asked) == ALL_REDUCE_PENDING)
+        loop_resume(core->loop, true); /* what Python is needed for, the driver's thread does */
+}

@@ -1,0 +1,74 @@
+/* The core of a worker: any thread begins all-reduces, and one at a time moves them on.
+ *
+ * Whoever has the lead uses the flight and the loop. What is healthy needs no interpreter: it is
+ * begun, moved and ended here. What is unusual is left to the session, which whoever leads from
+ * Python asks.
+ */
+#ifndef WORKER_CORE_H
+#define WORKER_CORE_H
+
+#include <pthread.h>
+
+#include "worker_client/runtime/loop.h"
+
+enum core_submitted {
+    CORE_BEGUN,  /* it is on its way, or will be as soon as whoever leads gets to it */
+    CORE_ASKED,  /* it waits for the session, and nobody leads who would ask it */
+    CORE_CLOSED, /* nothing may be submitted any more; it does not end */
+};
+
+struct core {
+    struct flight *flight;
+    struct loop *loop;
+    pthread_mutex_t gate;    /* held for a few instructions: guards what follows */
+    pthread_cond_t free;     /* the lead is */
+    uint64_t leader;         /* the thread that has the lead; 0: none */
+    struct all_reduce *first, *last; /* asked for, and not begun, in the order of calls */
+    bool closed;
+    /* The leader's own. */
+    enum loop_event event; /* that the session has not heard of */
+    const struct all_reduce *put_off; /* the first, if it is too early for the session to begin it */
+    /* Anybody's. */
+    atomic_bool called; /* whoever leads is to return to Python */
+};
+
+/* False: out of resources. */
+bool core_init(struct core *core, struct flight *flight, struct loop *loop);
+void core_free(struct core *core);
+
+/* -- any thread, no interpreter: never waits ------------------------------------------------- */
+
+/* Begins an all-reduce whose memory, and buffer, stay until it has ended. */
+enum core_submitted core_submit(struct core *core, struct all_reduce *asked);
+/* What has become of it; its memory is the caller's again once that is not ALL_REDUCE_PENDING. */
+enum all_reduce_state core_test(const struct all_reduce *asked);
+/* Moves all-reduces on until this one has ended, the clock says `until` (seconds), or Python is
+ * needed, unless another thread leads. */
+void core_lead(struct core *core, const struct all_reduce *asked, double until);
+/* Has whoever leads return to Python; may be called in a signal handler. */
+void core_call(struct core *core);
+/* Accepts nothing any more. False: it was closed already. */
+bool core_close(struct core *core);
+
+/* -- the lead -------------------------------------------------------------------------------- */
+
+uint64_t core_leader(struct core *core);
+/* Takes the lead; false: another thread, or this one, has it, also at `until` (seconds). */
+bool core_take_lead(struct core *core, double until);
+void core_leave_lead(struct core *core);
+
+/* -- whoever has the lead -------------------------------------------------------------------- */
+
+/* Begins what was asked for, as far as it needs no session, and sends it. False: it needs one. */
+bool core_start(struct core *core);
+/* What was asked for first and not begun, or NULL. */
+struct all_reduce *core_first(struct core *core);
+/* Takes that off the queue: the session begins it. */
+void core_drop_first(struct core *core);
+/* Leaves that where it is until the session asks for it again. */
+void core_put_off(struct core *core);
+/* Moves all-reduces on until `asked` (or NULL) has ended, `until`, or Python is needed: for a message,
+ * a change, an all-reduce of Python's that has ended, one that the session is to begin, or a call. */
+void core_run(struct core *core, const struct all_reduce *asked, double until);
+
+#endif
