@@ -17,6 +17,7 @@ from reducer.wire.messages import decode_error
 from tests.engine.driven import M, error, errors, join, joined, operation, result, sent
 from tests.engine.network import connected
 from tests.engine.words import number
+from worker_client.protocol._flight import Call
 from worker_client.protocol.failover import ADOPT_S
 from worker_client.protocol.flight import Finish, Send
 from worker_client.protocol.lifecycle import FIRST_PLACE, GRACE_S
@@ -146,7 +147,7 @@ def test_a_rank_that_was_stopped_hears_it_whichever_reducer_is_the_last(session)
 
 
 def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session):
-    call, other = object(), part()
+    call, other = Call(), part()
     session.submit(other, 0.0)
     parts = [part(call), part(call)]
     for one in parts:
@@ -165,7 +166,7 @@ def test_a_refusal_amid_a_call_ends_what_has_begun_of_it(session):
 
 
 def test_all_reduces_of_a_call_are_numbered_within_it(lone):
-    calls = [object(), object(), None, None]
+    calls = [Call(), Call(), None, None]
     operations = [
         part(call) for call, count in zip(calls, (1, 3, 1, 1), strict=True) for _ in range(count)
     ]
@@ -176,7 +177,7 @@ def test_all_reduces_of_a_call_are_numbered_within_it(lone):
 def test_a_question_comes_before_the_first_all_reduce_of_a_call(session):
     for _ in range(2):
         result(session, *sent(session.submit(part(), 0.0), M.CONTRIBUTION)[0])
-    call = object()
+    call = Call()
     ((link, question),) = sent(session.submit(part(call), 0.0))
     assert question.sequence == number(2, place=0)
     assert session.submit(part(call), 0.0) == []
@@ -185,7 +186,7 @@ def test_a_question_comes_before_the_first_all_reduce_of_a_call(session):
 
 
 def test_a_call_has_no_more_all_reduces_than_numbers(lone):
-    call = object()
+    call = Call()
     for place in range(FIRST_PLACE, PLACES):
         assert ask(lone, part(call)).sequence == number(0, place)
     with pytest.raises(LocalProtocolError, match="at most 127"):
@@ -194,7 +195,7 @@ def test_a_call_has_no_more_all_reduces_than_numbers(lone):
 
 
 def test_if_one_all_reduce_fails_all_of_its_call_fail(session):
-    call, other = object(), part()
+    call, other = Call(), part()
     session.submit(other, 0.0)
     parts = [part(call) for _ in range(3)]
     for one in parts:
@@ -219,7 +220,7 @@ def test_if_one_all_reduce_fails_all_of_its_call_fail(session):
 
 
 def test_a_call_whose_first_deadline_passes_is_over(session):
-    call = object()
+    call = Call()
     for _ in range(3):
         session.submit(part(call), 0.0)
     session.tick(10.0)
@@ -245,7 +246,7 @@ def test_a_call_whose_first_deadline_passes_is_over(session):
 )
 def test_whatever_differs_in_a_call_shows_in_later_ones(implementation, change):
     def later(count=1, **fields):
-        session, call = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64), object()
+        session, call = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64), Call()
         for _ in range(count):
             ask(session, part(call, **fields))
         return [past(ask(session, part())) for _ in range(3)]
@@ -272,7 +273,7 @@ def test_a_failure_amid_a_call_leaves_out_all_of_that_call(implementation):
     def later(place):
         session = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
         ask(session, part())
-        call, said = object(), []
+        call, said = Call(), []
         for at in (1, 2, 3):
             said.append(past(ask(session, part(call))))
             if at == place:

@@ -17,7 +17,6 @@ from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Resumption
 from worker_client.protocol.joining import Joining
 from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
-from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 
 MUTATIONS = Mutations(partial(World, implementation="plain"))
@@ -51,24 +50,6 @@ def no_duplicate_check(*_):
 def no_epoch_check(_, self, reducer, stage):
     """Take every loss for one of the present epoch, whatever it is told for."""
     self._lost[reducer] = max(Stage(self.epoch), self._lost[reducer])
-
-
-@MUTATIONS.instead_of(PlainFlight, "take")
-def results_freed_early(take, self, *arguments):
-    """Free results as soon as they are here, though other ranks may lack them."""
-    done = take(self, *arguments)
-    for sequence in done or ():
-        if sequence in self._ended:
-            self._release(self._ended.pop(sequence))
-    return done
-
-
-@MUTATIONS.instead_of(PlainFlight, "_next")
-def window_before_order(following, self, index, now):
-    """Let no chunk that precedes those in flight go beyond the window."""
-    link = self._links[index]
-    full = link.flying and link.in_flight + 1024 > link.window
-    return None if full else following(self, index, now)
 
 
 @MUTATIONS.instead_of(Numbering, "give")

@@ -27,6 +27,7 @@ from reducer.wire.states import LinkState
 from tests.engine.twins import IMPLEMENTATIONS, Served, session
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
+from worker_client.protocol._flight import Call
 from worker_client.protocol import agreement, flow_control
 from worker_client.protocol.agreement import EVERY, FIRST_CALL
 from worker_client.protocol.flight import AddStreams, Connect, Finish, HandOver, Keep, Reset
@@ -723,7 +724,7 @@ class World:
     def _operations(self, rank, number):
         dtype, op, _ = self._plan[number]
         values = self.values(rank, number)
-        pieces, odd, call = self._pieces[number], self.odd.get(number), object()
+        pieces, odd, call = self._pieces[number], self.odd.get(number), Call()
         if odd is not None and odd.rank == rank:
             if odd.kind == "refused":
                 why = refused(rank, "it is odd")

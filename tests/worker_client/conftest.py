@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import local_pool
 from worker_client.client import bootstrap
-from worker_client.runtime import driver
+from worker_client.runtime import _loop
 from worker_client.staging import device, split_call
 
 
@@ -43,8 +43,8 @@ def client(make):
 @pytest.fixture
 def eager(monkeypatch):
     """Whoever waits asks to lead, until it does."""
-    monkeypatch.setattr(driver, "OFTEN_S", math.inf)
-    monkeypatch.setattr(driver, "ASKING_S", 10.0)
+    monkeypatch.setattr(_loop, "OFTEN_S", math.inf)
+    monkeypatch.setattr(_loop, "ASKING_S", 10.0)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from reducer.wire.constants import PLACES, DType, ReduceOp
 from tests import inside
 from tests.worker_client.waits import at_all
 from worker_client.client.compose import Composer
+from worker_client.protocol._flight import Call
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
 from worker_client.runtime import implementation
@@ -83,7 +84,7 @@ def test_all_reduces_of_one_call_follow_each_other(two):
     def call(client):
         for _ in range(100):  # from now on ranks agree seldom
             client.all_reduce(np.ones(2), "sum").wait(10)
-        whole, driver = object(), inside.communicator(client).flat
+        whole, driver = Call(), inside.communicator(client).flat
         made = [
             Operation(memoryview(bytearray(4)), DType.INT32, ReduceOp.SUM, None, 10.0, call=whole)
             for _ in range(3)

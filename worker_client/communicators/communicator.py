@@ -167,7 +167,7 @@ class Communicator(ABC):
 
 
 class FlatCommunicator(Communicator):
-    """A session that runs.
+    """A session that runs, on a core of its own.
 
     `left` is called once, after the farewell; `hand_over` takes the calls that no reducer can
     finish any more, if `spec.fallback`.
@@ -188,14 +188,14 @@ class FlatCommunicator(Communicator):
         transport = Transport(session.flight, context, keys, spec.heartbeats)
         for link in session.links:
             transport.connect(session.endpoint(link))
-        self._core = transport.core
+        self.core = transport.core
         self._driver = Driver(session, transport, trace or Trace(), left, hand_over or _keep)
 
     def submit(self, operation: Operation) -> None:
-        self._core.submit(operation)
+        self.core.submit(operation)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
-        self._core.wait(done, until)
+        self.core.wait(done, until)
 
     def fail(self, error: ReductionError) -> None:
         """End badly what is in progress, and tell the reducers."""
@@ -207,15 +207,15 @@ class FlatCommunicator(Communicator):
     @property
     def open(self) -> list[Operation]:
         """What was submitted and has not ended, besides what is in a callback just now."""
-        return list(self._core.open)
+        return list(self.core.open)
 
     @property
     def busy(self) -> bool:
-        return bool(self._core.open)
+        return bool(self.core.open)
 
     @property
     def closing(self) -> bool:
-        return self._core.closed
+        return self.core.closed
 
     @property
     def in_callback(self) -> bool:

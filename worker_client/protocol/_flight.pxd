@@ -22,7 +22,7 @@ cdef extern from "reducer/wire/header.h" nogil:
 
 
 cdef extern from "worker_client/protocol/all_reduce.h" nogil:
-    enum:
+    enum all_reduce_state:
         ALL_REDUCE_PENDING
         ALL_REDUCE_DONE
         ALL_REDUCE_FAILED
@@ -83,6 +83,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         uint32_t link_count
         header_t identity
         uint64_t watermark, next, reached, kept_bytes
+        uint64_t large_bytes
         size_t active, large
         double earliest, large_since, steady_until
         uint32_t epoch
@@ -105,7 +106,8 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
     ctypedef struct turn_t "struct turn":
         uint32_t step, idle
 
-    bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes) noexcept
+    bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes,
+                     uint64_t large_bytes) noexcept
     bint flight_add_link(flight *self, uint64_t window, bint keep, bint in_place) noexcept
     void flight_free(flight *self) noexcept
     bint flight_submit(flight *self, all_reduce *asked, uint64_t chunk_bytes, uint32_t epoch,

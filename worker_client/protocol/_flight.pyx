@@ -16,6 +16,7 @@ from time import monotonic
 from reducer.errors import LocalProtocolError
 from reducer.wire.constants import MAX_CHUNK_BYTES, PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import fingerprint
+from reducer.wire.layout import MEASURED_BYTES
 from worker_client.protocol.flight import Carried, LinkStats, Send
 
 cdef uint64_t _calls = 0
@@ -231,10 +232,10 @@ cdef class Request(Call):
 cdef class CompiledFlight:
     """All all-reduces and links of a worker; see `worker_client.protocol.flight.Flight`."""
 
-    def __cinit__(self, identity):
+    def __cinit__(self, identity, uint64_t large_bytes=MEASURED_BYTES):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
         self._held = {}
-        if not flight_init(&self.its, PyBytes_AsString(frame), MAX_CHUNK_BYTES):
+        if not flight_init(&self.its, PyBytes_AsString(frame), MAX_CHUNK_BYTES, large_bytes):
             raise MemoryError
 
     def __dealloc__(self):

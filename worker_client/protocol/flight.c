@@ -5,10 +5,7 @@
 
 #include "reducer/kernels/stream.h"
 
-enum {
-    SPARE_BYTES = 80 << 20, /* of memory that results have had: a bucket and a quarter */
-    MEASURED_BYTES = 1 << 20 /* layout.py */
-};
+enum { SPARE_BYTES = 80 << 20 }; /* of memory that results have had: a bucket and a quarter */
 /* operation.py */
 static const double STRAGGLER_S = 10.0, LAST_S = 1.0;
 
@@ -48,9 +45,12 @@ void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state 
 
 /* -- all links and operations ---------------------------------------------------------------- */
 
-bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes)
+bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes,
+                 uint64_t large_bytes)
 {
-    *flight = (struct flight){.mask = 63, .max_chunk_bytes = max_chunk_bytes, .earliest = INFINITY};
+    *flight = (struct flight){.mask = 63, .earliest = INFINITY};
+    flight->max_chunk_bytes = max_chunk_bytes;
+    flight->large_bytes = large_bytes;
     numbering_init(&flight->numbering);
     flight->pool.most_spare_bytes = SPARE_BYTES;
     memcpy(&flight->identity, identity, HEADER_BYTES);
@@ -187,7 +187,7 @@ bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chu
     flight->next = sequence + 1;
     flight->active++;
     set_times(flight, asked, now);
-    if (asked->nbytes >= MEASURED_BYTES)
+    if (asked->nbytes >= flight->large_bytes)
         begin_large(flight, now);
     FOR_EACH_CHUNK(chunk, operation)
         flight_enqueue(flight, chunk);
@@ -215,7 +215,7 @@ void flight_retire(struct flight *flight, struct operation *operation)
 {
     flight->ring[operation->header.sequence & flight->mask] = NULL;
     flight->active--;
-    if (operation->header.total_bytes >= MEASURED_BYTES)
+    if (operation->header.total_bytes >= flight->large_bytes)
         flight->large--;
     while (flight->watermark < flight->next &&
            flight->ring[flight->watermark & flight->mask] == NULL)

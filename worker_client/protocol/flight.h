@@ -34,7 +34,8 @@ struct flight {
     uint64_t kept_bytes;
     size_t active; /* operations in progress */
     double earliest; /* no deadline is before this time */
-    size_t large;    /* operations in progress that say what a link can carry, */
+    uint64_t large_bytes; /* from this size on all-reduces say what a link can carry: */
+    size_t large;         /* operations in progress that do, */
     double large_since; /* and since when there have been any */
     struct numbering numbering;
     struct cuts cuts;
@@ -66,7 +67,8 @@ struct walk {
 };
 
 /* False: out of memory. `identity` is a header of 96 bytes. */
-bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes);
+bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes,
+                 uint64_t large_bytes);
 /* Adds a link, which is shut. False: out of memory. */
 bool flight_add_link(struct flight *flight, uint64_t window, bool keep, bool in_place);
 void flight_free(struct flight *flight);

@@ -7,7 +7,6 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.errors import (
-    LocalProtocolError,
     RankLostError,
     ReducerLostError,
     ReductionTimeout,

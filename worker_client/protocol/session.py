@@ -75,7 +75,7 @@ class Session:
             generation=spec.generation,
             rank=spec.rank,
         )
-        self.flight = flight(self._identity)
+        self.flight = flight(self._identity, MEASURED_BYTES)
         self._map = ShardMap(len(spec.reducers), spec.hosts, adopts=spec.adopts)
         reducers = len(spec.reducers)
         # A card that carries contributions and results alike hardly rests, whatever their size.

@@ -4,7 +4,9 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from reducer.zmtp.curve cimport curve_keys
 from reducer.zmtp.net cimport connection, pair
-from worker_client.protocol._flight cimport CompiledFlight, Request, all_reduce, flight as flight_t
+from worker_client.protocol._flight cimport (
+    CompiledFlight, Request, all_reduce, all_reduce_state, flight as flight_t,
+)
 
 
 cdef extern from "worker_client/runtime/loop.h" nogil:
@@ -59,10 +61,16 @@ cdef extern from "worker_client/runtime/core.h" nogil:
         bint closed
         loop_event event
 
+    struct core_calls:
+        core_t *core
+        core_submitted (*submit)(core_t *self, all_reduce *asked) noexcept
+        all_reduce_state (*test)(const all_reduce *asked) noexcept
+        void (*lead)(core_t *self, const all_reduce *asked, double until) noexcept
+
     bint core_init(core_t *self, flight_t *within, loop_t *loop) noexcept
     void core_free(core_t *self) noexcept
     core_submitted core_submit(core_t *self, all_reduce *asked) noexcept
-    int core_test(const all_reduce *asked) noexcept
+    all_reduce_state core_test(const all_reduce *asked) noexcept
     void core_lead(core_t *self, const all_reduce *asked, double until) noexcept
     void core_call(core_t *self) noexcept
     bint core_close(core_t *self) noexcept
@@ -86,6 +94,7 @@ cdef class Loop:
 
 cdef class Core:
     cdef core_t its
+    cdef core_calls _calls
     cdef Loop _loop
     cdef CompiledFlight _flight
     cdef readonly dict open

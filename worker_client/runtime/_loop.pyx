@@ -10,7 +10,7 @@ raise. So there nothing of a step is interpreted: the driver's own thread does w
 
 cimport cython
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_SetName
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New, PyCapsule_SetName
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -47,7 +47,6 @@ from types import MethodType
 from typing import NamedTuple
 
 from reducer.errors import LocalProtocolError
-from reducer.wire.layout import MEASURED_BYTES
 from worker_client.runtime import service_thread
 from worker_client.work import Work
 
@@ -58,9 +57,7 @@ OFTEN_S = 0.005  # who waits again within this time of the last wait asks to lea
 ASKING_S = 0.005  # how long it does
 
 cdef object _DONE = Work.done
-cdef uint64_t _MEASURED_BYTES = MEASURED_BYTES
 cdef double _IDLE_S = IDLE_S, _LONGEST_REST_S = LONGEST_REST_S
-cdef double _OFTEN_S = OFTEN_S, _ASKING_S = ASKING_S
 
 
 class Fault(IntEnum):
@@ -303,6 +300,8 @@ cdef class Core:
         self._forks, self._main = service_thread.forks, main_thread().ident
         if not core_init(&self.its, &flight.its, &loop.its):
             raise MemoryError
+        self._calls.core, self._calls.submit = &self.its, core_submit
+        self._calls.test, self._calls.lead = core_test, core_lead
 
     def __dealloc__(self):
         core_free(&self.its)
@@ -385,6 +384,13 @@ cdef class Core:
         else:
             self._waited_at = monotonic()
 
+    def calls(self):
+        """Return a capsule of `struct core_calls`, for threads without an interpreter.
+
+        It is valid as long as this object is.
+        """
+        return PyCapsule_New(&self._calls, b"worker_client.core", NULL)
+
     def call(self):
         """Have whoever leads look at what is unusual; any thread, in any signal handler."""
         core_call(&self.its)
@@ -407,11 +413,11 @@ cdef class Core:
         Returns:
             Seconds to wait for the lead; 0 if it does not.
         """
-        if not (now < until and now - self._waited_at < _OFTEN_S):
+        if not (now < until and now - self._waited_at < <double>OFTEN_S):
             return 0
         if core_leader(&self.its) != self._own or self._flight.its.active > 1:
             return 0
-        cdef double patience_s = fmin(_ASKING_S, until - now)
+        cdef double patience_s = fmin(ASKING_S, until - now)
         self._wanted_until = now + patience_s
         self.call()
         return patience_s
@@ -543,7 +549,7 @@ cdef class Core:
         while completed != NULL:
             operation = <Request>completed.asked.owner
             if not (
-                operation.its.nbytes < _MEASURED_BYTES
+                operation.its.nbytes < self._flight.its.large_bytes
                 and _ends_well(operation)
                 and _is_unheard(operation)
                 and (operation.ended is None or type(operation.ended) is MeteredCall)
@@ -554,7 +560,7 @@ cdef class Core:
 
     cdef end(self, Request operation):
         """End an all-reduce of which all results are here."""
-        if operation.its.nbytes >= _MEASURED_BYTES:
+        if operation.its.nbytes >= self._flight.its.large_bytes:
             self._driver.end([operation])
             return
         try:

@@ -32,6 +32,14 @@ struct core {
     atomic_bool called; /* whoever leads is to return to Python */
 };
 
+/* What C that is not linked with this has of a core (`Core.calls`). */
+struct core_calls {
+    struct core *core;
+    enum core_submitted (*submit)(struct core *core, struct all_reduce *asked);
+    enum all_reduce_state (*test)(const struct all_reduce *asked);
+    void (*lead)(struct core *core, const struct all_reduce *asked, double until);
+};
+
 /* False: out of resources. */
 bool core_init(struct core *core, struct flight *flight, struct loop *loop);
 void core_free(struct core *core);
