@@ -6,12 +6,6 @@ def communicator(client):
     return client._ordered
 
 
-def replace_lead(patch, client, kind):
-    """Some instants come only while a thread waits for the lead, which nobody sees."""
-    driver = communicator(client).flat
-    patch.setattr(driver, "_lead", kind(driver._lead))
-
-
 def blocks(client):
     """Page-locked memory that is never given back would show only when there is none left."""
     ((_, blocks),) = client._staging._devices.values()

@@ -27,8 +27,8 @@ from reducer.wire.states import LinkState
 from tests.engine.twins import IMPLEMENTATIONS, Served, session
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
-from worker_client.protocol._flight import Call
 from worker_client.protocol import agreement, flow_control
+from worker_client.protocol._flight import Call
 from worker_client.protocol.agreement import EVERY, FIRST_CALL
 from worker_client.protocol.flight import AddStreams, Connect, Finish, HandOver, Keep, Reset
 from worker_client.protocol.handover import gaps, merge

@@ -1,7 +1,7 @@
 """What is asked for, and what a worker has in flight, over the structs of `flight.h`."""
 
 from cpython.bytes cimport PyBytes_AsString
-from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.memoryview cimport PyMemoryView_FromMemory
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -118,12 +118,14 @@ cdef class Request(Call):
         cdef Py_buffer memory
         if self.its != &self.own:
             return
-        PyObject_GetBuffer(self.view, &memory, PyBUF_WRITABLE)
+        PyObject_GetBuffer(self.view, &memory, PyBUF_SIMPLE)
         PyBuffer_Release(&memory)  # this holds the view
         self.own.data, self.own.nbytes = memory.buf, memory.len
         self.own.dtype, self.own.op = self.dtype, self.op
         self.own.call = 0 if self.call is None else (<Call>self.call).number
-        self.own.unready = not (self.prepare is self.refusal is self.name is None)
+        self.own.unready = memory.readonly or not (
+            self.prepare is self.refusal is self.name is None
+        )
 
     @property
     def _ended(self):
@@ -319,6 +321,8 @@ cdef class CompiledFlight:
                 wanted[at].start = start
                 wanted[at].end = end
             operation.aim()
+            if operation.view.readonly:
+                raise BufferError("the result cannot be written to its buffer")
             begun = flight_submit(
                 &self.its, asked, chunk_bytes, epoch, wanted, len(shards), now
             ) and cuts_remember(

@@ -17,7 +17,7 @@ struct all_reduce {
     uint64_t tag;  /* of its name, 0 without one */
     double timeout_s;
     uint8_t dtype, op;
-    bool unready; /* the session is to begin it: it has a name, is yet to be filled, or refused */
+    bool unready; /* the session is to begin it: it has a name, is yet to be filled, or is refused */
     void *owner;  /* the Python object that is told of its end; NULL: none is */
     /* What becomes of it. */
     atomic_int state; /* of enum all_reduce_state */
