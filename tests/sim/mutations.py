@@ -10,14 +10,14 @@ from reducer.engine.rounds import Send
 from reducer.engine.slots import Round
 from reducer.wire.constants import MAX_LANES, MessageType
 from reducer.wire.header import Header
+from reducer.wire.layout import charge
 from reducer.wire.messages import Stream, decode, encode
 from tests.sim.rules import Mutations
-from tests.sim.world import World
+from tests.sim.world import Flight, World
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Resumption
 from worker_client.protocol.joining import Joining
 from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
-from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 
 MUTATIONS = Mutations(partial(World, implementation="plain"))
@@ -53,22 +53,31 @@ def no_epoch_check(_, self, reducer, stage):
     self._lost[reducer] = max(Stage(self.epoch), self._lost[reducer])
 
 
-@MUTATIONS.instead_of(PlainFlight, "take")
+@MUTATIONS.instead_of(Flight, "take")
 def results_freed_early(take, self, *arguments):
     """Free results as soon as they are here, though other ranks may lack them."""
     done = take(self, *arguments)
-    for sequence in done or ():
-        if sequence in self._ended:
-            self._release(self._ended.pop(sequence))
+    if done:
+        self.confirm(self.watermark)
     return done
 
 
-@MUTATIONS.instead_of(PlainFlight, "_next")
-def window_before_order(following, self, index, now):
+@MUTATIONS.instead_of(Flight, "refill")
+def window_before_order(refill, self, now):
     """Let no chunk that precedes those in flight go beyond the window."""
-    link = self._links[index]
-    full = link.flying and link.in_flight + 1024 > link.window
-    return None if full else following(self, index, now)
+    waiting = {at: send for at, send in vars(self).pop("waiting", {}).items() if self.expects(*at)}
+    for send in refill(self, now):
+        header = Header.unpack(send.header)
+        waiting[send.link, header.sequence, header.offset] = send
+    sent = []
+    for at, send in list(waiting.items()):
+        its = self.stats(send.link)
+        behind = [charge(len(one.payload)) for one in waiting.values() if one.link == send.link]
+        flying = its.in_flight - sum(behind)
+        if not flying or flying + charge(len(send.payload)) <= its.window:
+            sent.append(waiting.pop(at))
+    self.waiting = waiting
+    return sent
 
 
 @MUTATIONS.instead_of(Numbering, "give")

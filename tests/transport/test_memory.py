@@ -20,8 +20,8 @@ from tests.waits import eventually, within_s
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
-from worker_client.runtime import implementation
-from worker_client.runtime.transport import Completed, Transport
+from worker_client.runtime.events import Completed
+from worker_client.runtime.transport import Transport
 
 
 @pytest.fixture
@@ -165,11 +165,10 @@ class Alone(NamedTuple):
 
 @pytest.fixture
 def alone():
-    chosen = implementation.select("compiled")
-    flight = chosen.flight(Header(M.HELLO))
+    flight = CompiledFlight(Header(M.HELLO))
     with ExitStack() as stack:
         reducers = [stack.enter_context(closing(Reducer())) for _ in range(2)]
-        transport = stack.enter_context(closing(chosen.transport(flight, 1)))
+        transport = stack.enter_context(closing(Transport(flight)))
         for link, reducer in enumerate(reducers):
             flight.add_link(1 << 30, keep=True)
             flight.open(link)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.wire.messages import Straggler
-    from worker_client.protocol.flight import Flight, LinkShard
+    from worker_client.protocol.flight import LinkShard
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import JobSpec
@@ -65,7 +65,9 @@ class Session(_state.SessionState):
             happens, which makes it 0.
     """
 
-    def __init__(self, spec: JobSpec, flight: type[Flight] = _flight.CompiledFlight) -> None:
+    def __init__(
+        self, spec: JobSpec, flight: type[_flight.CompiledFlight] = _flight.CompiledFlight
+    ) -> None:
         self.spec = spec
         self.handed_over = False
         self.links: list[Link] = []
