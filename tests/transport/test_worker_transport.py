@@ -121,7 +121,6 @@ def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(transport, reduce
         assert again.hears_nothing(0.2)
 
 
-@pytest.mark.parametrize("impl", ["compiled"], indirect=True)
 def test_a_ping_without_news_stays_in_the_loop(joined, monkeypatch):
     client, (reducer,) = joined()
     session, heard = inside.communicator(client).flat.session, []

@@ -171,7 +171,7 @@ def test_when_it_was_sent_and_answered_is_known_at_its_end(flight):
     assert (mine.sent, mine.answered) == (1.0, 2.0)
 
 
-@pytest.mark.extended_cases("compiled-8", "plain-0", "plain-1")
+@pytest.mark.extended_cases("8")
 @pytest.mark.parametrize("begins", [0, 1, 8])
 def test_results_of_a_long_buffer(begins):
     """They go past the caches, where the buffer is aligned."""
