@@ -15,7 +15,6 @@ from reducer.wire.messages import decode_error
 from worker_client.protocol.flight import Send
 from worker_client.protocol.session import Session
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,9 +37,8 @@ class _Handshake:
         self._source = source
         self._twin = Twin(name, 64 << 20)
         self._touched = False  # whether anything was changed on its way so far
-        flight = implementation.select(name).flight
         self._sessions = [
-            Session(JobSpec("job", 0, rank, 2, ("here:1",), 4096, 64), flight) for rank in range(2)
+            Session(JobSpec("job", 0, rank, 2, ("here:1",), 4096, 64)) for rank in range(2)
         ]
 
     def run(self) -> None:

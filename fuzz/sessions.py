@@ -339,5 +339,5 @@ class Life:
 
 
 def run(data: bytes) -> None:
-    """Let both implementations of a worker live through one story."""
+    """Let both sessions live through one story."""
     Life(Source(data)).run()

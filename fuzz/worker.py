@@ -1,11 +1,12 @@
-"""Both implementations of a worker's session, moved on alike: they must ask for the same things."""
+"""A session with the compiled flight and one with its oracle: they must ask for the same things."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fuzz.source import check
-from fuzz.twins import names
+from tests.twins.flight import PlainFlight
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import (
     AddStreams,
     Connect,
@@ -17,7 +18,6 @@ from worker_client.protocol.flight import (
 )
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.session import Session
-from worker_client.runtime import implementation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from reducer.wire.constants import DType, ReduceOp
     from worker_client.protocol.flight import Action
     from worker_client.protocol.spec import JobSpec
+
+
+_FLIGHTS = {"plain": cast("type[CompiledFlight]", PlainFlight), "compiled": CompiledFlight}
 
 
 class Call(NamedTuple):
@@ -40,7 +43,7 @@ class Twin:
 
     def __init__(self, name: str, spec: JobSpec) -> None:
         self.name = name
-        self.session = Session(spec, implementation.select(name).flight)
+        self.session = Session(spec, _FLIGHTS[name])
         self.operations: list[Operation] = []
 
     def submit(self, nbytes: int, dtype: DType, op: ReduceOp, now: float) -> list[Action]:
@@ -70,10 +73,10 @@ class Twin:
 
 
 class Workers:
-    """Sessions of all implementations, in step."""
+    """Both sessions, in step."""
 
     def __init__(self, spec: JobSpec) -> None:
-        self.all = [Twin(name, spec) for name in names()]
+        self.all = [Twin(name, spec) for name in _FLIGHTS]
 
     @property
     def plain(self) -> Session:

@@ -9,7 +9,7 @@ from typing import Any
 from lab import Lab
 from reducer.commands.keygen import keygen
 from torture.guarantee_faults import Arena
-from torture.guarantee_job import MOST_JOIN, Job, Tally
+from torture.guarantee_job import Job, Tally
 from torture.guarantee_life import Part
 from torture.guarantee_plan import Plan
 from torture.guarantee_pool import Reducers
@@ -17,7 +17,6 @@ from torture.guarantee_pool import Reducers
 TIMEOUT_S = 4.0
 CONNECT_S = 8.0
 TROUBLES = 0.015  # of steps
-PLAIN = 0.2  # of ranks have the plain implementation
 FAULTS = {
     "reducer killed": 16.0,
     "reducer drained": 8.0,
@@ -30,7 +29,7 @@ FAULTS = {
     "job killed": 4.0,
     "rank replaced": 4.0,
 }
-# Connections to far reducers break, and go on unless a rank is plain: no call may fail for it.
+# Connections to far reducers break, and go on: no call may fail for it.
 BREAKS = {"connection reset": 40.0, "connections reset": 40.0}
 # A process group takes all ranks at once, so nobody can come in a rank's place.
 GROUP = FAULTS | {"rank replaced": 0.0}
@@ -207,12 +206,9 @@ def arrange(
         most_errors=rng.choice((1, 4, 12)),
         settings=settings,
     )
-    plain = [rng.random() < PLAIN for _ in range(ranks + MOST_JOIN)]
 
     def of_rank(rank: int) -> dict[str, Any]:
         environment = dict(topology.environment)
-        if plain[rank]:
-            environment["REDUCTION_IMPL"] = "plain"
         if nodes is not None:
             environment["GROUP_RANK"] = str(nodes[rank])
         namespace = lab.hosts[most + rank].name if topology.round_trip_ms else ""
@@ -231,6 +227,6 @@ def arrange(
         rng,
         patience_s=topology.patience_s,
         elastic=topology.elastic,
-        resumes=topology.round_trip_ms > 0 and not any(plain),  # those lose their reducer
+        resumes=topology.round_trip_ms > 0,
         survives_pool="REDUCTION_FALLBACK" in topology.environment,
     )

@@ -1,8 +1,8 @@
 """One all-reduce at a worker, without a network: submitted, sent, answered and complete.
 
 Its buffer travels over 2 links in 64 chunks, all of them in flight at once. `nbytes` are those of
-the buffer. The compiled twin copies each result into a message of libzmq's first, as the network
-would; in the compiled loop no Python is between the steps.
+the buffer. Each result is copied into a block first, as the network would; in the loop no Python is
+between the steps.
 """
 
 from itertools import count
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from worker_client.protocol.flight import Flight, LinkShard, Send
+from worker_client.protocol._flight import CompiledFlight
+from worker_client.protocol.flight import LinkShard, Send
 from worker_client.protocol.operation import Operation
-from worker_client.runtime import implementation
 
 LINKS = 2
 CHUNKS = 64
@@ -57,22 +56,21 @@ def exchange(sequence: int, data: bytes, reduced: bytes, chunk: int) -> Exchange
     )
 
 
-def flight(impl: str, window: int) -> Flight:
-    made = implementation.select(impl).flight(Header(MessageType.HELLO))
+def flight(window: int) -> CompiledFlight:
+    made = CompiledFlight(Header(MessageType.HELLO))
     for link in range(LINKS):
         made.add_link(window, keep=False)
         made.open(link)
     return made
 
 
-@pytest.mark.parametrize("impl", NAMES)
 @pytest.mark.parametrize("kib", [4, 64], ids=lambda kib: f"{CHUNKS}x{kib}KiB")
-def test_submit_to_complete(benchmark: BenchmarkFixture, kib: int, impl: str) -> None:
+def test_submit_to_complete(benchmark: BenchmarkFixture, kib: int) -> None:
     chunk = kib << 10
     nbytes = CHUNKS * chunk
     rng = np.random.default_rng(0)
     data, reduced = rng.bytes(nbytes), rng.bytes(nbytes)
-    worker = flight(impl, window=nbytes)
+    worker = flight(window=nbytes)
     sequences = count()
 
     def setup() -> tuple[tuple[Exchange], dict[str, object]]:

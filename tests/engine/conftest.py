@@ -1,4 +1,4 @@
-"""Reducers and sessions of both implementations."""
+"""Reducers of both implementations, and sessions."""
 
 import pytest
 
@@ -19,9 +19,9 @@ def reducer(implementation):
 
 
 @pytest.fixture
-def session(implementation):
+def session():
     """Rank 1 of 2, with two reducers and chunks of 64 bytes."""
-    session = Driven(implementation, 1, 2, ("a:1", "b:2"), 4096, 64)
+    session = Driven(1, 2, ("a:1", "b:2"), 4096, 64)
     assert not session.joined
     for index in range(2):
         assert join(session, index) == []
@@ -30,12 +30,12 @@ def session(implementation):
 
 
 @pytest.fixture
-def lone(implementation):
+def lone():
     """Rank 1 of 2, with one reducer."""
-    return joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
+    return joined(1, 2, ("a:1",), 1 << 20, 64)
 
 
 @pytest.fixture
-def newcomer(implementation):
+def newcomer():
     """The only rank, which has one reducer and has not joined."""
-    return Driven(implementation, 0, 1, ("a:1",), 4096)
+    return Driven(0, 1, ("a:1",), 4096)

@@ -3,9 +3,9 @@
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
-from tests.engine import twins
 from worker_client.protocol.flight import Finish, Send
 from worker_client.protocol.operation import Operation
+from worker_client.protocol.session import Session
 from worker_client.protocol.spec import JobSpec
 
 M = MessageType
@@ -14,8 +14,8 @@ M = MessageType
 class Driven:
     """A session whose actions are followed by what its flight then sends, as the client does."""
 
-    def __init__(self, implementation, *given, **others):
-        self.session = twins.session(implementation, JobSpec("job", 0, *given, **others))
+    def __init__(self, *given, **others):
+        self.session = Session(JobSpec("job", 0, *given, **others))
         self.flight = self.session.flight
         self.links = self.session.links
 
@@ -38,8 +38,8 @@ def join(session, index, incarnation="1", round_trip_s=0.0, **said):
     return session.receive(index, welcome, encode(Welcome(incarnation=incarnation, **said)))
 
 
-def joined(implementation, *given, incarnation="1", **others):
-    session = Driven(implementation, *given, **others)
+def joined(*given, incarnation="1", **others):
+    session = Driven(*given, **others)
     for link in session.links:
         join(session, link.index, incarnation)
     return session

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from reducer.errors import LocalProtocolError, ReductionError
-from tests.engine.twins import Served, session
+from tests.engine.twins import Served
 from worker_client.protocol.flight import Finish, Reset
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.session import Session
@@ -60,8 +60,7 @@ class Network:
         self.addresses = addresses
         common = (world_size, addresses, window, chunk_bytes)
         self.workers = [
-            Worker(session(implementation, JobSpec("job", 0, rank, *common)))
-            for rank in range(world_size)
+            Worker(Session(JobSpec("job", 0, rank, *common))) for rank in range(world_size)
         ]
         pairs = [(rank, index) for rank in range(world_size) for index in range(reducers)]
         self.up = {pair: deque() for pair in pairs}

@@ -275,10 +275,8 @@ def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network):
 @pytest.mark.parametrize(
     ("hosts", "largest"), [({0: 0, 1: 1}, 256 * KIB), ({1: 1}, SMALLEST_CHUNK)]
 )
-def test_jobs_whose_ranks_host_all_reducers_have_large_chunks_from_the_start(
-    implementation, hosts, largest
-):
-    job = driven.joined(implementation, 0, 2, ("a:1", "b:2"), 0, hosts=hosts)
+def test_jobs_whose_ranks_host_all_reducers_have_large_chunks_from_the_start(hosts, largest):
+    job = driven.joined(0, 2, ("a:1", "b:2"), 0, hosts=hosts)
     asked = [
         header
         for _ in range(4)  # of which the third comes after a question, if there is one

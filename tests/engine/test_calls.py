@@ -244,9 +244,9 @@ def test_a_call_whose_first_deadline_passes_is_over(session):
         {"count": 3},
     ],
 )
-def test_whatever_differs_in_a_call_shows_in_later_ones(implementation, change):
+def test_whatever_differs_in_a_call_shows_in_later_ones(change):
     def later(count=1, **fields):
-        session, call = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64), Call()
+        session, call = joined(1, 2, ("a:1",), 1 << 20, 64), Call()
         for _ in range(count):
             ask(session, part(call, **fields))
         return [past(ask(session, part())) for _ in range(3)]
@@ -267,11 +267,11 @@ def test_after_a_failure_calls_are_compared_by_what_follows_it(lone):
     assert past(ask(lone, part())) == (7, 0)
 
 
-def test_a_failure_amid_a_call_leaves_out_all_of_that_call(implementation):
+def test_a_failure_amid_a_call_leaves_out_all_of_that_call():
     """Ranks may hear of it at different places; what they say later is the same."""
 
     def later(place):
-        session = joined(implementation, 1, 2, ("a:1",), 1 << 20, 64)
+        session = joined(1, 2, ("a:1",), 1 << 20, 64)
         ask(session, part())
         call, said = Call(), []
         for at in (1, 2, 3):

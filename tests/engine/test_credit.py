@@ -67,11 +67,11 @@ A reducer announces only what the worker has
 
 
 @pytest.fixture
-def far(implementation):
+def far():
     """Makes rank 0 of 2, with a reducer that is so far away and has allowed 16 MiB."""
 
     def begin(round_trip_s=ROUND_TRIP_S, features=Feature.CREDIT, window=0):
-        session = Driven(implementation, 0, 2, ("a:1",), window)
+        session = Driven(0, 2, ("a:1",), window)
         join(session, 0, round_trip_s=round_trip_s, features=features)
         return session
 

@@ -29,9 +29,9 @@ from worker_client.protocol.operation import HURRY_S, STRAGGLER_S
 
 
 @pytest.fixture
-def three(implementation):
+def three():
     """Rank 0 of 2, with three reducers and chunks of 64 bytes."""
-    return joined(implementation, 0, 2, ("a:1", "b:2", "c:3"), 3 * 4096, 64)
+    return joined(0, 2, ("a:1", "b:2", "c:3"), 3 * 4096, 64)
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def bereft(three):
 
 
 @pytest.fixture
-def hosted(implementation):
+def hosted():
     """Rank 0 of 2; rank 1 hosts the second reducer."""
-    return joined(implementation, 0, 2, ("a:1", "b:2"), 4096, 64, hosts={1: 1})
+    return joined(0, 2, ("a:1", "b:2"), 4096, 64, hosts={1: 1})
 
 
 def resets(actions):
@@ -105,10 +105,8 @@ def test_a_loss_that_is_told_for_a_later_epoch_too_is_one(three, caplog):
 
 
 @pytest.mark.parametrize("answers", ["never", "once", "with a refusal"])
-def test_a_lost_reducer_that_never_answered_may_have_a_wrong_address(
-    implementation, answers, caplog
-):
-    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192)
+def test_a_lost_reducer_that_never_answered_may_have_a_wrong_address(answers, caplog):
+    session = Driven(0, 2, ("a:1", "b:2"), 8192)
     join(session, 0)
     if answers == "once":
         join(session, 1)
@@ -157,8 +155,8 @@ def test_a_reducer_that_is_back_is_told_and_gets_nothing_yet(three):
     assert links == {0, 2}
 
 
-def test_who_has_waited_for_a_reducer_is_told_to_wait_longer(implementation):
-    session = joined(implementation, 0, 2, ("a:1",), 8192, wait_s=7.5)
+def test_who_has_waited_for_a_reducer_is_told_to_wait_longer():
+    session = joined(0, 2, ("a:1",), 8192, wait_s=7.5)
     session.submit(operation(), 0.0)
     session.disconnected(0, "died")
     assert errors(session.tick(0.1)) == []
@@ -167,8 +165,8 @@ def test_who_has_waited_for_a_reducer_is_told_to_wait_longer(implementation):
     assert str(failure).startswith(f"{said} to wait longer, or REDUCTION_FALLBACK")
 
 
-def test_who_waits_in_vain_for_another_process_is_told_to_have_more_reducers(implementation):
-    session = joined(implementation, 0, 2, ("a:1",), 8192, wait_s=7.5)
+def test_who_waits_in_vain_for_another_process_is_told_to_have_more_reducers():
+    session = joined(0, 2, ("a:1",), 8192, wait_s=7.5)
     session.submit(operation(), 0.0)
     session.disconnected(0, "closed the connection")
     assert errors(session.tick(0.1)) == []
@@ -261,19 +259,17 @@ def test_one_that_knows_what_is_in_progress_takes_nobodys_place(three):
     assert isinstance(failure, ReducerLostError)
 
 
-def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for(implementation):
-    session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
+def test_with_a_process_group_to_fall_back_to_nobody_is_waited_for():
+    session = joined(0, 2, ("a:1", "b:2"), 8192, 64, fallback=True)
     session.disconnected(0, "died")
     session.submit(operation(), 0.0)
     actions = session.disconnected(1, "died")
     assert [type(action) for action in actions] == [Reset, HandOver]
 
 
-def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links_are_well(
-    implementation,
-):
+def test_who_is_told_that_others_fall_back_hands_its_calls_over_though_its_links_are_well():
     own = {"incarnation": "in its place", "fallback": True}
-    session = joined(implementation, 0, 2, ("a:1", "b:2"), 8192, 64, **own)
+    session = joined(0, 2, ("a:1", "b:2"), 8192, 64, **own)
     session.submit(operation(), 0.0)
     assert resets(hear_of(session, 0, 0, LAST_EPOCH, "lost")) == [0]
     actions = hear_of(session, 1, 1, LAST_EPOCH, "lost")

@@ -18,14 +18,14 @@ LARGE = [pytest.param(ELEMENTS, id="2^31+1 elements"), pytest.param(5 << 30, id=
 
 
 @pytest.mark.parametrize("total", LARGE)
-def test_a_flight_with_a_large_buffer(implementation, total, tmp_path):
+def test_a_flight_with_a_large_buffer(total, tmp_path):
     """Only the last chunks are sent: what of a sparse file is not touched takes no memory."""
     with (tmp_path / "sparse").open("w+b") as file:
         file.truncate(total)
         memory = mmap.mmap(file.fileno(), total)
     memory[-1:] = b"\3"
     begin = (total - 2 * MAX_CHUNK_BYTES) // 64 * 64
-    flight = opened(implementation, window=4 * MAX_CHUNK_BYTES)
+    flight = opened(window=4 * MAX_CHUNK_BYTES)
     flight.shut(0)
     mine = Operation(
         memoryview(memory), dtype=DType.UINT8, op=ReduceOp.SUM, timeout_s=9.0, name="it"

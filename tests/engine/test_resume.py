@@ -121,8 +121,8 @@ def test_a_rank_that_others_ask_for(two):
     ("round_trip_s", "can", "asks"),
     [(FAR_S, True, True), (FAR_S, False, False), (0.9 * FAR_S, True, False), (0.2, True, True)],
 )
-def test_a_worker_asks_for_it_where_the_reducer_is_far(implementation, round_trip_s, can, asks):
-    session = Driven(implementation, 0, 2, ("a:1",), 0, streams=3, resumes=can)
+def test_a_worker_asks_for_it_where_the_reducer_is_far(round_trip_s, can, asks):
+    session = Driven(0, 2, ("a:1",), 0, streams=3, resumes=can)
     (hello,) = session.session.connected(0, round_trip_s)
     assert bool(decode(Hello, hello.payload).features & Feature.RESUME) == asks
     welcome = Header(M.WELCOME, window=Header.unpack(hello.header).window).pack()

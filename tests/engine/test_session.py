@@ -29,8 +29,8 @@ def test_contributions_start_at_another_reducer_for_every_rank(session):
     assert links == [1, 0, 1, 0]  # rank 1 of 2; every reducer has work before any has more
 
 
-def test_only_a_large_all_reduce_is_measured_until_it_ends(implementation):
-    session = joined(implementation, 0, 2, ("a:1",), 0, MEASURED_BYTES // 8)
+def test_only_a_large_all_reduce_is_measured_until_it_ends():
+    session = joined(0, 2, ("a:1",), 0, MEASURED_BYTES // 8)
     small = MEASURED_BYTES - 64
     windows = [session.flight.stats(0).window]
     for call, (nbytes, answered) in enumerate(
@@ -177,8 +177,8 @@ def test_a_refusal_is_kept(newcomer):
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(implementation, refused):
-    session = Driven(implementation, 0, 2, ("a:1", "b:2"), 8192, begin_without_s=3.0)
+def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(refused):
+    session = Driven(0, 2, ("a:1", "b:2"), 8192, begin_without_s=3.0)
     join(session, 0)
     session.connected(1)
     if refused:  # it knows another process of this rank, and the other reducer was restarted
@@ -193,9 +193,9 @@ def test_a_job_does_not_begin_without_a_reducer_that_refuses_it(implementation, 
         assert session.joined
 
 
-def test_no_rank_begins_without_a_reducer_that_a_rank_hosts(implementation):
+def test_no_rank_begins_without_a_reducer_that_a_rank_hosts():
     addresses, hosts = ("pool:1", "a:1", "b:2"), {1: 0, 2: 1}
-    session = Driven(implementation, 0, 2, addresses, 8192, begin_without_s=3.0, hosts=hosts)
+    session = Driven(0, 2, addresses, 8192, begin_without_s=3.0, hosts=hosts)
     join(session, 1)
     session.tick(1.0)
     assert losses_told(session.tick(4.1)) == [(1, 0)], "the pool's is late as well"
@@ -212,8 +212,8 @@ def losses_told(actions):
     return [(one.link, decode(Loss, one.payload).reducer) for one, k in kinds if k is M.SHARD_MAP]
 
 
-def test_who_hears_that_the_last_late_reducer_is_lost_has_begun(implementation):
-    session = Driven(implementation, 0, 2, ("a:1", "b:2", "c:3"), 8192, begin_without_s=3.0)
+def test_who_hears_that_the_last_late_reducer_is_lost_has_begun():
+    session = Driven(0, 2, ("a:1", "b:2", "c:3"), 8192, begin_without_s=3.0)
     join(session, 0)
     join(session, 1)
     session.receive(0, Header(M.SHARD_MAP).pack(), encode(Loss(2, 0)))
@@ -224,11 +224,8 @@ def test_who_hears_that_the_last_late_reducer_is_lost_has_begun(implementation):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(implementation, late):
-    ranks = [
-        Driven(implementation, r, 2, ("a:1", "b:2"), 1 << 20, 64, begin_without_s=3.0)
-        for r in range(2)
-    ]
+def test_ranks_cut_alike_whether_they_know_all_lanes_or_not(late):
+    ranks = [Driven(r, 2, ("a:1", "b:2"), 1 << 20, 64, begin_without_s=3.0) for r in range(2)]
     for session in ranks:
         join(session, 0)
         session.tick(1.0)

@@ -252,9 +252,9 @@ def added(session, round_trip_s, ticket):
     ("round_trip_s", "streams"),
     [(0.0, 1), (0.0249, 1), (0.0251, 2), (0.1, 5), (0.2, 8), (3.0, 8)],
 )
-def test_each_25_ms_of_the_round_trip_bring_another_one(implementation, round_trip_s, streams):
+def test_each_25_ms_of_the_round_trip_bring_another_one(round_trip_s, streams):
     assert auto_streams(round_trip_s) == streams
-    session = Driven(implementation, 0, 2, ("a:1",), 0, streams=0)
+    session = Driven(0, 2, ("a:1",), 0, streams=0)
     actions = added(session, round_trip_s, "a" * 32)
     said = [decode(Stream, payload) for action in actions for payload in action.payloads]
     assert said == [Stream("a" * 32, at) for at in range(1, streams)]
@@ -264,16 +264,16 @@ def test_each_25_ms_of_the_round_trip_bring_another_one(implementation, round_tr
 @pytest.mark.parametrize(
     ("asked", "ticket", "expected"), [(3, "b" * 32, [2]), (3, "", []), (1, "b" * 32, [])]
 )
-def test_what_was_asked_for_is_made_where_the_reducer_can(implementation, asked, ticket, expected):
-    session = Driven(implementation, 0, 2, ("a:1",), 0, streams=asked)
+def test_what_was_asked_for_is_made_where_the_reducer_can(asked, ticket, expected):
+    session = Driven(0, 2, ("a:1",), 0, streams=asked)
     (hello,) = session.session.connected(0, 0.2)
     assert bool(decode(Hello, hello.payload).features & Feature.STREAMS) == (asked > 1)
     session.session.disconnected(0, "was cut")
     assert [len(action.payloads) for action in added(session, 0.2, ticket)] == expected
 
 
-def test_a_link_that_is_lost_as_soon_as_it_is_welcomed_gets_none(implementation, monkeypatch):
-    session = Driven(implementation, 0, 2, ("a:1",), 0, streams=3)
+def test_a_link_that_is_lost_as_soon_as_it_is_welcomed_gets_none(monkeypatch):
+    session = Driven(0, 2, ("a:1",), 0, streams=3)
 
     def lose(link):  # as a reducer that has lost something of ours is
         link.disconnect()
@@ -283,7 +283,7 @@ def test_a_link_that_is_lost_as_soon_as_it_is_welcomed_gets_none(implementation,
     assert added(session, 0.2, "b" * 32) == []
 
 
-def test_a_reducer_does_not_say_stream_over_a_links_first_connection(implementation):
-    session = joined(implementation, 0, 2, ("a:1", "b:2"), 0)
+def test_a_reducer_does_not_say_stream_over_a_links_first_connection():
+    session = joined(0, 2, ("a:1", "b:2"), 0)
     session.receive(0, Header(M.STREAM).pack(), b"")
     assert not session.links[0].member

@@ -1,19 +1,11 @@
-"""Engines and sessions with either implementation of what is frequent."""
+"""Engines with either implementation of what is frequent."""
 
 from reducer import kernels
 from reducer.engine.engine import Engine
 from reducer.runtime import implementation
 from reducer.wire.constants import COMPILED_FEATURES
-from worker_client.protocol.session import Session
-from worker_client.runtime import implementation as worker_implementation
 
 IMPLEMENTATIONS = implementation.NAMES
-
-
-def session(name, spec):
-    chosen = worker_implementation.select(name)
-    assert chosen.name == name
-    return Session(spec, chosen.flight)
 
 
 class Served:

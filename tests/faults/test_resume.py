@@ -38,7 +38,7 @@ def break_all(servers, end):
     "way_there", [(1, 1, False), (1, 1, True), (2, 3, False)], ids=["one", "with keys", "streams"]
 )
 def test_breaking_every_connection_costs_no_call(way_there, tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "worker_client.runtime.compiled_transport")
+    caplog.set_level(logging.INFO, "worker_client.runtime.transport")
     reducers, streams, keyed = way_there
     monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
     arguments = {}

@@ -4,8 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from reducer.errors import ConfigError
-from tests.conftest import joined, local_pool
+from tests.conftest import local_pool
 from tests.faults.steps import begin, exact
 from tests.waits import eventually
 
@@ -70,11 +69,3 @@ def test_a_reducer_that_has_none_is_used_with_one(make):
         for number in range(1, 4):
             exact(begin(clients, number))
         assert proxy.connections == 2
-
-
-def test_a_plain_worker_says_that_it_has_none(pool, monkeypatch):
-    monkeypatch.setenv("REDUCTION_IMPL", "plain")
-    monkeypatch.setenv("REDUCTION_STREAMS", "2")
-    why = "REDUCTION_STREAMS=2 needs the compiled implementation"
-    with pytest.raises(ConfigError, match=why), joined(1, servers=pool):
-        pass

@@ -35,7 +35,6 @@ from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
 from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import Heartbeats, JobSpec
-from worker_client.runtime import implementation
 from worker_client.runtime.service_thread import STOP_S
 
 KINDS = {
@@ -73,7 +72,6 @@ def composed(kind, rank, servers, board, number):
     if "casting" in kind or kind.startswith("all"):
         wire_dtype = DType.BFLOAT16
     composer = Composer(
-        implementation.select(None),
         20.0,
         10.0,
         wire_dtype=wire_dtype,

@@ -12,7 +12,6 @@ from tests.ranks import environments, ranks
 from tests.waits import within_s
 from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation
 
 pytest.importorskip("torch", reason="needs torch")
 
@@ -127,5 +126,5 @@ def test_many_hosts_that_are_cut_off_are_noticed_as_soon_as_one():
         spec = JobSpec("job", 0, 5, 6, reducers, 1 << 20, hosts={at: at for at in range(5)})
         since = time.monotonic()
         with pytest.raises(RankLostError, match="cannot be reached: timed out"):
-            Composer(implementation.select("compiled"), 10.0, 1.5).client(spec)
+            Composer(10.0, 1.5).client(spec)
         within_s(6.0, since)

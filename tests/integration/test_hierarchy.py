@@ -25,7 +25,6 @@ from worker_client.client.compose import Composer
 from worker_client.communicators import hierarchical
 from worker_client.communicators.placement import arrange
 from worker_client.protocol.spec import Heartbeats, JobSpec
-from worker_client.runtime import implementation
 
 numbers = itertools.count()
 
@@ -42,7 +41,6 @@ def ranks_on(nodes, local, servers, wire_dtype=None):
         patient = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
         spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0, heartbeats=patient)
         composer = Composer(
-            implementation.select(None),
             20.0,
             10.0,
             wire_dtype=wire_dtype,

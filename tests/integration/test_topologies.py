@@ -21,7 +21,6 @@ from tests.integration.calls import check_bits, reduced
 from tests.waits import eventually
 from worker_client.client.compose import Composer
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation as workers
 
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
 
@@ -77,9 +76,7 @@ def beside(servers, impl, wire_dtype=None):
     def join(rank):
         hosted = servers[rank]
         spec = JobSpec("beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc)
-        composer = Composer(
-            workers.select(impl), 30.0, 10.0, context=hosted.context, wire_dtype=wire_dtype
-        )
+        composer = Composer(30.0, 10.0, context=hosted.context, wire_dtype=wire_dtype)
         return composer.client(spec, stop_host=hosted.stop)
 
     with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:

@@ -10,13 +10,15 @@ from reducer.engine.rounds import Send
 from reducer.engine.slots import Round
 from reducer.wire.constants import MAX_LANES, MessageType
 from reducer.wire.header import Header
+from reducer.wire.layout import charge
 from reducer.wire.messages import Stream, decode, encode
 from tests.sim.rules import Mutations
-from tests.sim.world import World
+from tests.sim.world import Flight, World
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Resumption
 from worker_client.protocol.joining import Joining
 from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
+from worker_client.protocol.session import Session
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
 
 MUTATIONS = Mutations(partial(World, implementation="plain"))
@@ -52,11 +54,40 @@ def no_epoch_check(_, self, reducer, stage):
     self._lost[reducer] = max(Stage(self.epoch), self._lost[reducer])
 
 
+@MUTATIONS.instead_of(Flight, "take")
+def results_freed_early(take, self, *arguments):
+    """Free results as soon as they are here, though other ranks may lack them."""
+    done = take(self, *arguments)
+    if done:
+        self.confirm(self.watermark)
+    return done
+
+
+@MUTATIONS.instead_of(Flight, "refill")
+def window_before_order(refill, self, now):
+    """Let no chunk that precedes those in flight go beyond the window."""
+    waiting = {at: send for at, send in vars(self).pop("waiting", {}).items() if self.expects(*at)}
+    for send in refill(self, now):
+        header = Header.unpack(send.header)
+        waiting[send.link, header.sequence, header.offset] = send
+    sent = []
+    for at, send in list(waiting.items()):
+        its = self.stats(send.link)
+        behind = [charge(len(one.payload)) for one in waiting.values() if one.link == send.link]
+        flying = its.in_flight - sum(behind)
+        if not flying or flying + charge(len(send.payload)) <= its.window:
+            sent.append(waiting.pop(at))
+    self.waiting = waiting
+    return sent
+
+
 @MUTATIONS.instead_of(Numbering, "give")
 def refusals_unnumbered(give, self, operation):
     """Let a call that is refused at this rank use up no number."""
-    give(self, operation)
-    self.number -= operation.refusal is not None
+    if operation.refusal is None:
+        give(self, operation)
+    else:
+        operation.sequence = self.end
 
 
 @MUTATIONS.instead_of(Calls, "_others")
@@ -94,11 +125,11 @@ def another_process_lost(take_out, self, reducer, stage, present, _):
     return take_out(self, reducer, stage, present, "")
 
 
-@MUTATIONS.instead_of(Numbering, "give")
-def calls_uncounted(give, self, operation):
+@MUTATIONS.instead_of(Session, "submit")
+def calls_uncounted(submit, self, operation, now):
     """Number all-reduces one by one, however many a call has."""
     operation.call = None
-    give(self, operation)
+    return submit(self, operation, now)
 
 
 @MUTATIONS.instead_of(Joining, "give_up", where=hosting)

@@ -24,15 +24,15 @@ from reducer.wire.constants import PLACES, RESUME_S, DType, MessageType, ReduceO
 from reducer.wire.header import Header
 from reducer.wire.layout import mixed_weights
 from reducer.wire.states import LinkState
-from tests.engine.twins import IMPLEMENTATIONS, Served, session
+from tests.engine.twins import IMPLEMENTATIONS, Served
 from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
-from worker_client.protocol import agreement, flow_control
-from worker_client.protocol._flight import Call
+from worker_client.protocol import _flight, agreement, flow_control
 from worker_client.protocol.agreement import EVERY, FIRST_CALL
 from worker_client.protocol.flight import AddStreams, Connect, Finish, HandOver, Keep, Reset
 from worker_client.protocol.handover import gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, refused
+from worker_client.protocol.session import Session
 from worker_client.protocol.spec import JobSpec
 
 TICK_S = 0.1
@@ -206,6 +206,10 @@ class Reducer(Process):
             self.world.clock.after(TICK_S, self._tick)
 
 
+class Flight(_flight.CompiledFlight):
+    """That of all sessions, of which a mutation can replace a rule."""
+
+
 class Worker(Process):
     """One rank: a session, its connections, and how each of its all-reduces ended.
 
@@ -215,7 +219,7 @@ class Worker(Process):
     def __init__(self, world, spec):
         super().__init__(world)
         self.rank = spec.rank
-        self.session = session(world.implementation, spec)
+        self.session = Session(spec, Flight)
         self.links = {}  # the connections of each, the first one and further streams
         self._resumptions = {}  # of links whose connections go on when they break
         self.ended = {}
@@ -595,7 +599,7 @@ class World:
 
     Args:
         seed: decides everything.
-        implementation: of rounds, slots and flights; every other seed has the other one.
+        implementation: of rounds and slots; every other seed has the other one.
 
     Attributes:
         outcome: what has happened, and how often.
@@ -724,7 +728,7 @@ class World:
     def _operations(self, rank, number):
         dtype, op, _ = self._plan[number]
         values = self.values(rank, number)
-        pieces, odd, call = self._pieces[number], self.odd.get(number), Call()
+        pieces, odd, call = self._pieces[number], self.odd.get(number), _flight.Call()
         if odd is not None and odd.rank == rank:
             if odd.kind == "refused":
                 why = refused(rank, "it is odd")

@@ -14,7 +14,7 @@ from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, encode, encode_error
 from tests.waits import eventually
-from worker_client.runtime.transport import Connected
+from worker_client.runtime.events import Connected
 
 M = MessageType
 CHUNK = 64 << 10

@@ -11,10 +11,7 @@ import zmq
 
 from reducer import tcp_connections
 from reducer.runtime.plain_transport import PlainTransport, make_context
-from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MessageType
-from reducer.wire.header import Header
-from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.runtime import plain_transport as workers
+from reducer.wire.constants import HEADER_BYTES
 
 
 @pytest.fixture
@@ -120,14 +117,6 @@ def test_libzmq_is_told_the_limits(made, context):
     with closing(PlainTransport("tcp://127.0.0.1:0", context, **limits)):
         assert made(zmq.ROUTER).maxmsgsize == (1 << 20) + HEADER_BYTES
         assert made(zmq.ROUTER).handshake_ivl == 250
-
-
-def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(made):
-    flight = PlainFlight(Header(MessageType.HELLO))
-    with closing(workers.PlainTransport(flight, io_threads=1)) as transport:
-        transport.connect("127.0.0.1:1")
-        dealer = made(zmq.DEALER)
-        assert (dealer.heartbeat_timeout, dealer.heartbeat_ttl) == (LONGEST_PATIENCE_MS, 0)
 
 
 def test_the_numbers_of_peers_do_not_begin_alike():

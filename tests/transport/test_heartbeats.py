@@ -12,8 +12,9 @@ from reducer.wire.header import Header
 from tests.transport.guarded import PING
 from tests.transport.scripted import M, Reducer, meet
 from tests.waits import eventually, within_s
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.spec import Heartbeats
-from worker_client.runtime import implementation
+from worker_client.runtime.transport import Transport
 
 BUSY_S = 1.1  # of a program that holds the GIL, say; longer than the patience of most peers
 
@@ -37,9 +38,8 @@ def unread(peer):
 @pytest.fixture
 def connected():
     """A worker's transport, and the reducer's end of its connection."""
-    chosen = implementation.select("compiled")
-    flight = chosen.flight(Header(M.HELLO))
-    made = chosen.transport(flight, 1, heartbeats=Heartbeats(0.1, 60.0))
+    flight = CompiledFlight(Header(M.HELLO))
+    made = Transport(flight, heartbeats=Heartbeats(0.1, 60.0))
     with closing(made) as transport, closing(Reducer()) as reducer:
         flight.add_link(1 << 30, keep=False)
         transport.connect(reducer.address)

@@ -25,8 +25,8 @@ from reducer.wire.messages import Hello, encode
 from tests.conftest import reducer_here
 from tests.transport.scripted import MIB
 from worker_client.client.compose import Composer
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation as workers
 
 reducer_loop = pytest.importorskip("reducer.runtime._loop", reason="needs the compiled loop")
 worker_loop = pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
@@ -55,7 +55,7 @@ def test_a_connection_is_looked_up_while_others_come():
 
 
 def test_a_loop_may_be_woken_while_it_ends_and_afterwards():
-    flight = workers.select("compiled").flight(Header(MessageType.HELLO))
+    flight = CompiledFlight(Header(MessageType.HELLO))
     for _ in range(50):
         loop = worker_loop.Loop(flight, 1.0)
         beside(lambda loop=loop: loop.end(0), lambda loop=loop: loop.wake() or loop.resume(False))
@@ -109,7 +109,7 @@ def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
 def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process():
     with ExitStack() as stack:
         hosted = stack.enter_context(reducer_here(impl="compiled", threads=2))
-        composer = Composer(workers.select("compiled"), 20.0, 20.0, context=hosted.context)
+        composer = Composer(20.0, 20.0, context=hosted.context)
         ranks = stack.enter_context(ThreadPoolExecutor(2))
 
         def join(rank):

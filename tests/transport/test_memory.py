@@ -20,8 +20,8 @@ from tests.waits import eventually, within_s
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.operation import Operation
-from worker_client.runtime import implementation
-from worker_client.runtime.transport import Completed, Transport
+from worker_client.runtime.events import Completed
+from worker_client.runtime.transport import Transport
 
 
 @pytest.fixture
@@ -87,12 +87,11 @@ def test_shutting_down_gives_every_buffer_back(stalled):
 
 
 HOSTED, POOL = {0: 1}, {}  # rank 1 hosts the only reducer, or nobody does
-compiled = pytest.mark.parametrize("impl", ["compiled"])
 
 
 @pytest.fixture(params=[HOSTED, POOL], ids=["hosted", "of a pool"])
 def both(joined, request):
-    """A compiled client, and its only reducer."""
+    """A client, and its only reducer."""
     client, (reducer,) = joined(hosts=request.param)
     return client, reducer
 
@@ -106,7 +105,6 @@ def half_read(client, reducer, data, **timeout):
 
 
 @pytest.mark.parametrize(("both", "early"), [(HOSTED, True), (POOL, False)], indirect=["both"])
-@compiled
 def test_only_what_no_other_reducer_may_need_is_in_its_place_before_it_is_whole(both, early):
     client, reducer = both
     data = ramp(CHUNK)
@@ -121,7 +119,6 @@ def test_only_what_no_other_reducer_may_need_is_in_its_place_before_it_is_whole(
     assert (work.wait(5) == 255).all()
 
 
-@compiled
 def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(both):
     client, reducer = both
     data = ramp(CHUNK)
@@ -165,11 +162,10 @@ class Alone(NamedTuple):
 
 @pytest.fixture
 def alone():
-    chosen = implementation.select("compiled")
-    flight = chosen.flight(Header(M.HELLO))
+    flight = CompiledFlight(Header(M.HELLO))
     with ExitStack() as stack:
         reducers = [stack.enter_context(closing(Reducer())) for _ in range(2)]
-        transport = stack.enter_context(closing(chosen.transport(flight, 1)))
+        transport = stack.enter_context(closing(Transport(flight)))
         for link, reducer in enumerate(reducers):
             flight.add_link(1 << 30, keep=True)
             flight.open(link)

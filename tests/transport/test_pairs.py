@@ -21,13 +21,13 @@ from tests.conftest import reducer_here
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually, within_s
 from worker_client.client.compose import Composer
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import compiled_transport as worker_transport
-from worker_client.runtime import implementation as workers
-from worker_client.runtime.transport import Connected, Disconnected, Message
+from worker_client.runtime import transport as worker_transport
+from worker_client.runtime.events import Connected, Disconnected, Message
 
 pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled loop")
 CHUNK = 8 << 10  # a reducer lets a stranger send as much
@@ -65,9 +65,8 @@ class Ends:
             table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1"
         )
         self._loop = chosen.loop(self.engine, self.reducer)
-        compiled = workers.select("compiled")
-        self.flight = compiled.flight(Header(MessageType.HELLO))
-        self.worker = compiled.transport(self.flight, 1, context)
+        self.flight = CompiledFlight(Header(MessageType.HELLO))
+        self.worker = worker_transport.Transport(self.flight, context)
         stack.enter_context(closing(self.worker))
         self.flight.add_link(1 << 30, keep=True)
         self.flight.open(0)
@@ -231,14 +230,13 @@ def test_an_end_is_joined_once(ends):
         loop.loop.join(0, met)
 
 
-@pytest.mark.parametrize(("impl", "sockets"), [("compiled", 0), ("plain", 1)])
-def test_a_worker_of_another_implementation_takes_a_socket(impl, sockets):
+def test_a_worker_beside_its_reducer_takes_no_socket():
     with ExitStack() as stack:
         hosted = stack.enter_context(reducer_here(impl="compiled"))
         spec = JobSpec("job", 0, 0, 1, (hosted.address,), MIB, inproc=hosted.inproc)
-        composer = Composer(workers.select(impl), 5.0, 5.0, context=hosted.context)
+        composer = Composer(5.0, 5.0, context=hosted.context)
         client = stack.enter_context(composer.client(spec))
         data = np.ones(1000, np.float32)
         assert (client.all_reduce(data).wait(5) == 1).all()
         (lane,) = hosted.observer.status().lanes
-        assert lane.connections == sockets
+        assert lane.connections == 0

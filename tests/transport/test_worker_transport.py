@@ -20,10 +20,9 @@ from tests.engine.words import number
 from tests.transport.scripted import CHUNK, MIB, M, Reducer, comes, meet, ramp
 from tests.waits import eventually, within_s
 from tests.worker_client.flights import opened
-from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.runtime import implementation
-from worker_client.runtime.plain_transport import PlainTransport
-from worker_client.runtime.transport import Disconnected, Message
+from worker_client.protocol._flight import CompiledFlight
+from worker_client.runtime.events import Disconnected, Message
+from worker_client.runtime.transport import Transport
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, CHUNK, 3 * CHUNK + 5])
@@ -72,7 +71,7 @@ def test_a_call_wakes_the_loop_at_once(joined):
 @pytest.fixture
 def transport():
     """A transport without a client."""
-    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
+    transport = Transport(CompiledFlight(Header(M.CONTRIBUTION)))
     yield transport
     transport.close()
 
@@ -122,7 +121,6 @@ def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(transport, reduce
         assert again.hears_nothing(0.2)
 
 
-@pytest.mark.parametrize("impl", ["compiled"], indirect=True)
 def test_a_ping_without_news_stays_in_the_loop(joined, monkeypatch):
     client, (reducer,) = joined()
     session, heard = inside.communicator(client).flat.session, []
@@ -187,9 +185,9 @@ def test_the_last_results_of_a_reducer_that_goes_count(joined):
 
 @contextlib.contextmanager
 def connecting(address):
-    """A compiled transport that has been told to connect."""
-    flight = opened("compiled", links=1, window=CHUNK)
-    with contextlib.closing(implementation.select("compiled").transport(flight, 1)) as made:
+    """A transport that has been told to connect."""
+    flight = opened(links=1, window=CHUNK)
+    with contextlib.closing(Transport(flight)) as made:
         made.connect(address)
         yield made
 

@@ -1,4 +1,4 @@
-"""The plain twin of `_flight.pyx`: what a worker has in flight, in Python (sans I/O)."""
+"""The oracle of `_flight.pyx`: what a worker has in flight, in Python (sans I/O)."""
 
 from __future__ import annotations
 

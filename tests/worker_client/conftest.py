@@ -18,8 +18,7 @@ def pool():
 
 
 @pytest.fixture
-def make(request, pool, monkeypatch):
-    monkeypatch.setenv("REDUCTION_IMPL", "compiled")
+def make(request, pool):
     made = []
 
     def one(rank=0, world_size=1):

@@ -1,28 +1,26 @@
-"""Flights of both implementations, and the reducers' answers."""
+"""Flights, and the reducers' answers."""
 
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
-from worker_client.runtime import implementation
+from worker_client.protocol._flight import CompiledFlight
 
 IDENTITY = Header(MessageType.HELLO, job=7, generation=3, rank=2)
 WINDOW = 4096  # four small contributions
 _next = {}  # number of each flight, by its id
 
 
-def make(name, links=2, window=WINDOW, keep=False, **identity):
+def make(links=2, window=WINDOW, keep=False, kind=CompiledFlight, **identity):
     """A flight whose links are shut."""
-    chosen = implementation.select(name)
-    assert chosen.name == name
-    flight = chosen.flight(IDENTITY._replace(**identity))
+    flight = kind(IDENTITY._replace(**identity))
     for _ in range(links):
         flight.add_link(window, keep)
     _next[id(flight)] = 0
     return flight
 
 
-def opened(name, links=2, **given):
+def opened(links=2, **given):
     """A flight whose links are open."""
-    flight = make(name, links, **given)
+    flight = make(links, **given)
     for link in range(links):
         flight.open(link)
     return flight

@@ -1,15 +1,12 @@
-"""What a client has gone through is counted alike by both twins."""
+"""What a client has gone through is counted."""
 
-import pytest
-
-from worker_client.protocol import _state, plain_state
+from worker_client.protocol._state import CallMeter, MeteredCall
 
 
-@pytest.mark.parametrize("twin", [_state, plain_state])
-def test_calls_are_counted_once_each(twin):
-    meter = twin.CallMeter()
+def test_calls_are_counted_once_each():
+    meter = CallMeter()
     assert (meter.calls, meter.pending, meter.bytes_reduced, meter.waited_s) == (0, 0, 0, 0)
-    one, other = twin.MeteredCall(meter), twin.MeteredCall(meter)
+    one, other = MeteredCall(meter), MeteredCall(meter)
     one.nbytes = other.nbytes = 8
     one.begin()
     other.begin()

@@ -1,10 +1,7 @@
 """Callers' threads that lead: numbers, deadlines and results as if the driver's own thread did."""
 
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from subprocess import run
 
 import numpy as np
 import pytest
@@ -17,40 +14,25 @@ from worker_client.client.compose import Composer
 from worker_client.protocol._flight import Call
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation
+from worker_client.runtime import _caller_lead
 
 SIZES = (1, 0, 1000, 3, 5, 1 << 18, 7, 65536, 1 << 16)  # elements: some are cut, some are large
 OPS = ("sum", "max", "min", "mean", "product")
 
-# Has every compiled module of the worker's missing, reduces, and says what it reduced.
-PLAIN = """
-import sys
-for name in (
-    "protocol._state", "protocol._flight", "runtime._loop", "runtime._caller_lead",
-    "fusion._tensor_queue", "staging._cast",
-):
-    sys.modules[f"worker_client.{name}"] = None
-import numpy as np, worker_client
-from reducer import local_pool
-with local_pool(1) as servers, worker_client.init(servers=servers, rank=0, world_size=1) as client:
-    works = [client.all_reduce(np.full(4, one), "sum") for one in range(3)]
-    print(sum(work.wait(10).sum() for work in works), type(works[0]).__mro__[1].__module__)
-"""
-
 
 @pytest.fixture
-def two(pool, request):
-    """Two ranks of a job: callers' threads lead in the first alone, the second one is plain."""
+def two(pool, request, monkeypatch):
+    """Two ranks of a job: callers' threads lead in the first alone."""
 
-    def make(rank, impl):
+    def make(rank):
         spec = JobSpec(request.node.name, 0, rank, 2, tuple(pool), 0)
-        return Composer(implementation.select(impl), 20.0, 20.0).client(spec)
+        with monkeypatch.context() as patch:
+            if rank == 1:
+                patch.setattr(_caller_lead, "CallerLead", lambda driver, _: driver)
+            return Composer(20.0, 20.0).client(spec)
 
-    with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
-        yield [
-            stack.enter_context(client)
-            for client in threads.map(make, range(2), ["compiled", "plain"])
-        ]
+    with ExitStack() as stack:
+        yield [stack.enter_context(make(rank)) for rank in range(2)]
 
 
 def calls(client, count):
@@ -128,8 +110,3 @@ def test_a_wait_ends_when_its_time_is_over(two):
         return work.wait(10)
 
     assert [result.tolist() for result in at_all(two, call)] == [[2, 2], [2, 2]]
-
-
-def test_without_compiled_modules_calls_are_the_same():
-    done = run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["12", "worker_client.protocol.plain_state"]

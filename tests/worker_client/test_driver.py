@@ -42,9 +42,7 @@ def test_who_waits_again_and_again_leads(make):
     assert found.count(me) >= 20
 
 
-@pytest.mark.parametrize("name", ["compiled", "plain"])
-def test_in_the_main_thread_no_callback_is_interrupted(make, monkeypatch, name):
-    monkeypatch.setenv("REDUCTION_IMPL", name)  # no caller leads in the plain one
+def test_in_the_main_thread_no_callback_is_interrupted(make):
     assert set(enders(*half_a_job(make))) == {"worker-client"}
 
 

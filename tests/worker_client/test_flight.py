@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import (
     MAX_CHUNK_BYTES,
     MAX_ROUNDS_AHEAD,
@@ -32,14 +31,9 @@ from worker_client.protocol.operation import Operation
 MIB = 1 << 20
 
 
-@pytest.fixture(params=NAMES)
-def impl(request):
-    return request.param
-
-
 @pytest.fixture
-def flight(impl):
-    return opened(impl)
+def flight():
+    return opened()
 
 
 SCENARIOS = scenarios("flights.txt")
@@ -51,9 +45,8 @@ class Script:
     It has a copy of every buffer, in which results replace contributions as they come.
     """
 
-    def __init__(self, impl):
-        self.impl = impl
-        self.flight = opened(impl)
+    def __init__(self):
+        self.flight = opened()
         self.buffers = []
         self.sends = {}
 
@@ -63,7 +56,7 @@ class Script:
         return lambda *words: asked(*map(int, words)) if callable(asked) else asked
 
     def keep(self):
-        self.flight = opened(self.impl, keep=True)
+        self.flight = opened(keep=True)
 
     def window(self, link, nbytes):
         self.flight.set_window(int(link), int(nbytes))
@@ -112,8 +105,8 @@ class Script:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_transcripts(impl, scenario):
-    script = Script(impl)
+def test_transcripts(scenario):
+    script = Script()
     for line in play(script, SCENARIOS[scenario]):
         for mine, data in script.buffers:
             assert mine.view == data, line
@@ -178,16 +171,16 @@ def test_when_it_was_sent_and_answered_is_known_at_its_end(flight):
     assert (mine.sent, mine.answered) == (1.0, 2.0)
 
 
-@pytest.mark.extended_cases("compiled-8", "plain-0", "plain-1")
+@pytest.mark.extended_cases("8")
 @pytest.mark.parametrize("begins", [0, 1, 8])
-def test_results_of_a_long_buffer(impl, begins):
+def test_results_of_a_long_buffer(begins):
     """They go past the caches, where the buffer is aligned."""
     nbytes = 16 * MIB + 21
     memory = bytearray(nbytes + 64)
     begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % 16 + begins
     view = memoryview(memory)[begin : begin + nbytes]
     mine = Operation(view, DType.UINT8, ReduceOp.SUM, None, 10.0)
-    flight = opened(impl, window=64 * MIB)
+    flight = opened(window=64 * MIB)
     submit(flight, mine, [LinkShard(0, 0, 9 * MIB), LinkShard(1, 9 * MIB, nbytes)], 4 * MIB, 0)
     expected = bytearray(len(memory))
     for place, send in enumerate(sends := flight.refill(1.0)):
@@ -282,8 +275,8 @@ def test_links_are_measured(flight):
     assert flight.stats(0).min_rtt_s == pytest.approx(0.5)
 
 
-def test_the_buffer_lives_as_long_as_the_flight_needs_it(impl):
-    flight = opened(impl, keep=True)
+def test_the_buffer_lives_as_long_as_the_flight_needs_it():
+    flight = opened(keep=True)
     buffers = [bytearray(64) for _ in range(3)]
     for sequence, buffer in enumerate(buffers):
         mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
@@ -305,8 +298,8 @@ def test_the_buffer_lives_as_long_as_the_flight_needs_it(impl):
     assert flight.kept_bytes == 128
 
 
-def test_a_result_is_kept_until_every_rank_has_it(impl):
-    flight = opened(impl, keep=True)
+def test_a_result_is_kept_until_every_rank_has_it():
+    flight = opened(keep=True)
     mine = operation(bytes(range(256)))
     submit(flight, mine, [LinkShard(0, 0, 128), LinkShard(1, 128, 256)], 64, 5)
     for send in flight.refill(1.0):
@@ -320,8 +313,8 @@ def test_a_result_is_kept_until_every_rank_has_it(impl):
     assert Header.unpack(frame) == answered
 
 
-def test_what_is_moved_is_sent_no_further_ahead_than_anything(impl):
-    flight = opened(impl, keep=True)
+def test_what_is_moved_is_sent_no_further_ahead_than_anything():
+    flight = opened(keep=True)
     flight.set_window(0, 1 << 30)
     for sequence in (0, MAX_ROUNDS_AHEAD - 1, MAX_ROUNDS_AHEAD):
         asked = operation(1)

@@ -1,4 +1,4 @@
-"""What a worker has in flight: the implementations side by side, in any order of events."""
+"""What a worker has in flight: the compiled flight beside its oracle, in any order of events."""
 
 import pytest
 from hypothesis import settings
@@ -8,7 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from reducer.wire.constants import PLACES, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.driven import operation
+from tests.twins.flight import PlainFlight
 from tests.worker_client.flights import WINDOW, header_of, make, result, submit
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 
 CHOICE = st.randoms(use_true_random=False)
@@ -39,8 +41,9 @@ class Twins(RuleBasedStateMachine):
         self.links = links
         self.now = 0.0
         self.active = set()
-        names = ("plain", "compiled")
-        self.twins = [Twin(make(name, links, window, keep, rank=rank)) for name in names]
+        kinds = PlainFlight, CompiledFlight
+        made = [make(links, window, keep, kind, rank=rank) for kind in kinds]
+        self.twins = [Twin(flight) for flight in made]
 
     def both(self, ask):
         """Ask both and return the common answer."""

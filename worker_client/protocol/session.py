@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.wire.messages import Straggler
-    from worker_client.protocol.flight import Flight, LinkShard
+    from worker_client.protocol.flight import LinkShard
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
     from worker_client.protocol.spec import JobSpec

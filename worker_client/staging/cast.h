@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the casts are for little-endian CPUs, as the wire is; the NumPy twin serves the others"
+#error "the casts are for little-endian CPUs, as the wire is"
 #endif
 
 enum cast_type { CAST_FLOAT16, CAST_BFLOAT16, CAST_BLOCK8, CAST_BLOCK8_E4M3, CAST_TYPES };
