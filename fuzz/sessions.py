@@ -10,7 +10,7 @@ from fuzz import bodies
 from fuzz.engines import elements
 from fuzz.headers import mutate
 from fuzz.source import Source, check
-from fuzz.worker import Call, Workers
+from fuzz.worker import Call, Worker
 from reducer.errors import (
     LocalProtocolError,
     MembershipError,
@@ -82,7 +82,7 @@ class Life:
         reducers = ("a:1", "b:2", "c:3")[: 1 + source.below(3)]
         hosted = source.chance(4)
         world_size = 1 + source.below(3)
-        self.workers = Workers(
+        self.worker = Worker(
             JobSpec(
                 "job",
                 generation=source.below(2),
@@ -123,7 +123,7 @@ class Life:
     def run(self) -> None:
         """Do all that the source says, then leave the job."""
         if self._source.chance(2):
-            for link in self.workers.plain.links:
+            for link in self.worker.session.links:
                 self._reach(link.index)
                 self._hear(link.index, Header(M.WELCOME, window=4096), encode(Welcome("1")))
         for _ in range(MOST_STEPS):
@@ -133,8 +133,8 @@ class Life:
         self._leave()
 
     def _leave(self) -> None:
-        self._do(lambda twin: twin.session.close(LocalProtocolError("closed")))
-        session = self.workers.plain
+        self._do(lambda worker: worker.session.close(LocalProtocolError("closed")))
+        session = self.worker.session
         check(session.active == 0, "nothing is in progress after the end")
         check(self.ended.keys() == set(range(len(self.calls))), "every call has ended")
         for link in session.links:
@@ -143,12 +143,12 @@ class Life:
     # -- what a session asks for --------------------------------------------------------------
 
     def _do(self, act: Callable[[Any], list[Any]]) -> None:
-        for kind, *what in self.workers.do(act, self.now):
+        for kind, *what in self.worker.do(act(self.worker), self.now):
             getattr(self, "_on_" + kind.replace(" ", "_"))(*what)
 
     def _on_send(self, link: int, frame: bytes, payload: bytes) -> None:
         header = Header.unpack(frame)
-        check(0 <= link < len(self.workers.plain.links), "a link is one of ours")
+        check(0 <= link < len(self.worker.session.links), "a link is one of ours")
         if header.type is not M.CONTRIBUTION:
             return
         check(len(payload) == header.nbytes, "a contribution is as long as it says")
@@ -201,12 +201,12 @@ class Life:
     # -- what happens -------------------------------------------------------------------------
 
     def _call_of(self, sequence: int) -> int | None:
-        operations = self.workers.all[0].operations
+        operations = self.worker.operations
         mine = enumerate(operations)
         return next((at for at, operation in mine if operation.sequence == sequence), None)
 
     def _link(self) -> int:
-        return self._source.below(min(255, len(self.workers.plain.links)))
+        return self._source.below(min(255, len(self.worker.session.links)))
 
     def _hear(self, link: int, header: Header, payload: bytes = b"") -> None:
         self._hear_frame(link, header.pack(), payload)
@@ -219,26 +219,26 @@ class Life:
             number = self._call_of(header.sequence)
             if header.type is M.RESULT and number is not None:
                 self.calls[number].results.setdefault(header.offset, []).append(payload)
-        self._do(lambda twin: twin.session.receive(link, frame, payload, self.now))
+        self._do(lambda worker: worker.session.receive(link, frame, payload, self.now))
 
     def _connect(self) -> None:
         at = self._source.byte()
-        links = min(255, len(self.workers.plain.links))
+        links = min(255, len(self.worker.session.links))
         self._reach(at % links, ROUND_TRIPS_S[at // links % len(ROUND_TRIPS_S)])
 
     def _reach(self, link: int, round_trip_s: float = 0.0) -> None:
         self._up[link] = round_trip_s
-        self._do(lambda twin: twin.session.connected(link, round_trip_s))
+        self._do(lambda worker: worker.session.connected(link, round_trip_s))
 
     def _disconnect(self) -> None:
         link = self._link()
         if link in self._up:
             del self._up[link]
-            self._do(lambda twin: twin.session.disconnected(link, "was cut"))
+            self._do(lambda worker: worker.session.disconnected(link, "was cut"))
 
     def _tick(self) -> None:
         self.now += self._source.pick((0.01, 0.1, 0.3, 1.0, 5.0, 10.0))
-        self._do(lambda twin: twin.session.tick(self.now))
+        self._do(lambda worker: worker.session.tick(self.now))
 
     def _submit(self) -> None:
         if len(self.calls) == 40:
@@ -251,7 +251,7 @@ class Life:
         if dtype.is_block:
             nbytes, op = nbytes // BLOCK * BLOCK, ReduceOp.SUM
         self.calls.append(Call(nbytes, set(), {}))
-        self._do(lambda twin: twin.submit(nbytes, dtype, op, self.now))
+        self._do(lambda worker: worker.submit(nbytes, dtype, op, self.now))
 
     # -- what reducers say --------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class Life:
         self._hear(self._link(), header, body)
 
     def _sequence(self) -> int:
-        active = [*self.workers.plain.calls.active.all()]
+        active = [*self.worker.session.calls.active.all()]
         if active and self._source.chance(2):
             return active[0].sequence
         return self._source.pick(NUMBERS)
@@ -317,7 +317,7 @@ class Life:
         source = self._source
         kind = source.pick((M.PING, M.SHARD_MAP, M.STRAGGLERS, M.RETAINED, M.GOODBYE, M.CREDIT))
         watermark = source.pick(
-            (0, FIRST_PLACE, FIRST_PLACE + PLACES, self.workers.plain.watermark, (1 << 64) - 1)
+            (0, FIRST_PLACE, FIRST_PLACE + PLACES, self.worker.session.watermark, (1 << 64) - 1)
         )
         sequence = self._sequence() if kind in {M.STRAGGLERS, M.RETAINED} else NO_SEQUENCE
         header = Header(kind, sequence=sequence, watermark=watermark)

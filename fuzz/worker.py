@@ -1,12 +1,9 @@
-"""A session with the compiled flight and one with its oracle: they must ask for the same things."""
+"""A session, and what it asks for as values."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fuzz.source import check
-from tests.twins.flight import PlainFlight
-from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import (
     AddStreams,
     Connect,
@@ -20,14 +17,9 @@ from worker_client.protocol.operation import Operation
 from worker_client.protocol.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from reducer.wire.constants import DType, ReduceOp
     from worker_client.protocol.flight import Action
     from worker_client.protocol.spec import JobSpec
-
-
-_FLIGHTS = {"plain": cast("type[CompiledFlight]", PlainFlight), "compiled": CompiledFlight}
 
 
 class Call(NamedTuple):
@@ -38,12 +30,11 @@ class Call(NamedTuple):
     results: dict[int, list[bytes]]
 
 
-class Twin:
+class Worker:
     """One session, whose actions are followed by what its flight then sends."""
 
-    def __init__(self, name: str, spec: JobSpec) -> None:
-        self.name = name
-        self.session = Session(spec, _FLIGHTS[name])
+    def __init__(self, spec: JobSpec) -> None:
+        self.session = Session(spec)
         self.operations: list[Operation] = []
 
     def submit(self, nbytes: int, dtype: DType, op: ReduceOp, now: float) -> list[Action]:
@@ -58,7 +49,7 @@ class Twin:
         return next((at for at, own in mine if own is operation), -1)
 
     def say(self, action: Action) -> tuple[Any, ...]:
-        """Describe an action, so that it can be compared with the twin's."""
+        """Describe an action, as values."""
         if isinstance(action, Send):
             payload = b"" if action.payload is None else bytes(action.payload)
             return "send", action.link, bytes(action.header), payload
@@ -71,41 +62,7 @@ class Twin:
         kinds = {Reset: "reset", AddStreams: "add streams", Keep: "keep", Connect: "connect"}
         return kinds[type(action)], *action
 
-
-class Workers:
-    """Both sessions, in step."""
-
-    def __init__(self, spec: JobSpec) -> None:
-        self.all = [Twin(name, spec) for name in _FLIGHTS]
-
-    @property
-    def plain(self) -> Session:
-        """The one that is looked into."""
-        return self.all[0].session
-
-    def do(self, act: Callable[[Twin], list[Action]], now: float) -> list[tuple[Any, ...]]:
-        """Let each do the same; returns what both ask for, which must be the same."""
-        asked, *others = [self._act(twin, act, now) for twin in self.all]
-        for twin, other in zip(self.all[1:], others, strict=True):
-            same = sorted(other, key=repr) == sorted(asked, key=repr)  # in the order of its maps
-            check(same, f"plain asks for {asked}, {twin.name} for {other}")
-            self._compare(twin.session)
-        return asked
-
-    def _act(
-        self, twin: Twin, act: Callable[[Twin], list[Action]], now: float
-    ) -> list[tuple[Any, ...]]:
-        actions = [twin.say(action) for action in act(twin)]
-        return actions + [twin.say(send) for send in twin.session.flight.refill(now)]
-
-    def _compare(self, session: Session) -> None:
-        plain = self.plain
-        for link in plain.links:
-            mine, other = (one.flight.stats(link.index) for one in (plain, session))
-            check(mine[:5] == other[:5], f"link {link.index}: {mine} is {other}")  # but for times
-            check(link.state is session.links[link.index].state, "links are in the same state")
-        state = [
-            (one.watermark, one.active, one.flight.kept_bytes, one.flight.reached, one.joined)
-            for one in (plain, session)
-        ]
-        check(state[0] == state[1], f"{state[0]} is {state[1]}")
+    def do(self, actions: list[Action], now: float) -> list[tuple[Any, ...]]:
+        """Return what a session asks for, and what its flight then sends."""
+        said = [self.say(action) for action in actions]
+        return said + [self.say(send) for send in self.session.flight.refill(now)]

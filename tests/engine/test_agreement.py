@@ -252,7 +252,7 @@ def test_a_question_keeps_no_call_waiting_beyond_its_time(network):
     network.submit(0, operation())  # the other rank does not come
     network.submit(0, operation(timeout_s=1.0))
     session = network.workers[0].session
-    assert session.calls.active.earliest == pytest.approx(network.now + 1.0)
+    assert session.flight.earliest == pytest.approx(network.now + 1.0)
 
 
 def test_all_begin_anew_if_those_that_they_agree_on_are_lost_meanwhile(network):

@@ -37,7 +37,7 @@ def served(request):
 
 
 def a_rank(secret=SECRET, address=ADDRESS, hosts=True):
-    return Driven("plain", 0, 2, (address,), 1 << 16, hosts={0: 0} if hosts else {}, secret=secret)
+    return Driven(0, 2, (address,), 1 << 16, hosts={0: 0} if hosts else {}, secret=secret)
 
 
 def hello_of(rank):

@@ -81,7 +81,7 @@ def test_ranks_that_call_it_differently_hear_the_callers_name(lone):
 
 def test_a_deadline_asks_who_is_missing(session):
     session.submit(operation(timeout_s=5.0), 0.0)
-    assert session.calls.active.earliest == 5.0
+    assert session.flight.earliest == 5.0
     assert session.tick(5.0 - LAST_S - 0.1) == []
     assert {link for link, _ in sent(session.tick(5.0 - LAST_S), M.STRAGGLERS)} == {0, 1}
     assert session.tick(4.9) == []

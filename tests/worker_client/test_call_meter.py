@@ -1,6 +1,6 @@
 """What a client has gone through is counted."""
 
-from worker_client.protocol._state import CallMeter, MeteredCall
+from worker_client.protocol._flight import CallMeter, MeteredCall
 
 
 def test_calls_are_counted_once_each():

@@ -22,6 +22,7 @@ from tests.worker_client.flights import (
     opened,
     result,
     submit,
+    take,
     where,
 )
 from tests.worker_client.transcripts import play, scenarios
@@ -85,7 +86,7 @@ class Script:
         header = header_of(send)
         offset = told.get("as", header.offset)
         frames = result(send, offset=offset, watermark=told.get("reached", 0))
-        done = self.flight.take(told.get("over", send.link), *frames, 2.0)
+        done = take(self.flight, told.get("over", send.link), *frames, 2.0)
         if done is None:
             return "refused"
         self.buffers[header.sequence][1][offset : offset + header.nbytes] = frames[1]
@@ -225,17 +226,17 @@ def test_a_ping_is_taken_if_it_names_nobody_as_the_one_before(flight):
     ping = Header(MessageType.PING, watermark=1).pack()
     submit(flight, operation(bytes(64)), [LinkShard(0, 0, 64)], 64, 0)
     flight.end(0)
-    assert flight.take(0, ping, b"", 1.0) is None, "it may be the first that names nobody"
+    assert take(flight, 0, ping, b"", 1.0) is None, "it may be the first that names nobody"
     flight.set_calm(0, True)
-    assert flight.take(1, ping, b"", 1.0) is None, "another reducer may have named somebody"
-    assert flight.take(0, ping, b"{}", 1.0) is None
+    assert take(flight, 1, ping, b"", 1.0) is None, "another reducer may have named somebody"
+    assert take(flight, 0, ping, b"{}", 1.0) is None
     assert flight.reached == 0
-    assert flight.take(0, ping, b"", 1.0) == []
+    assert take(flight, 0, ping, b"", 1.0) == []
     assert flight.reached == 1
     flight.shut(0)
-    assert flight.take(0, ping, b"", 1.0) is None
+    assert take(flight, 0, ping, b"", 1.0) is None
     flight.open(0)
-    assert flight.take(0, ping, b"", 1.0) is None, "it is another connection's first"
+    assert take(flight, 0, ping, b"", 1.0) is None, "it is another connection's first"
 
 
 def test_a_chunk_that_is_too_large_is_not_taken(flight):
@@ -252,15 +253,15 @@ def test_what_is_no_header_changes_nothing(flight, size):
     submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     (send,) = flight.refill(1.0)
     frame, payload = result(send)
-    assert flight.take(0, (frame + b"x")[:size], payload, 2.0) is None
+    assert take(flight, 0, (frame + b"x")[:size], payload, 2.0) is None
     for damaged in (b"RDSW" + frame[4:], frame[:4] + b"" + frame[5:]):
-        assert flight.take(0, damaged, payload, 2.0) is None
-    assert flight.take(0, frame, payload, 2.0) == [0]
+        assert take(flight, 0, damaged, payload, 2.0) is None
+    assert take(flight, 0, frame, payload, 2.0) == [0]
 
 
 def test_links_are_measured(flight):
     submit(flight, operation(64 * 3), [LinkShard(0, 0, 64 * 3)], 64, 0)
-    assert flight.stats(0)[1:] == (0, 0, 0, 0, 0.0, 0.0)
+    assert flight.stats(0)[1:] == (0, 0, 0, 0, 0.0, 0.0, 0)
     for send, now in zip(flight.refill(1.0), (1.5, 1.25, 2.0), strict=True):
         answer(flight, send, now)
     stats = flight.stats(0)
@@ -269,7 +270,7 @@ def test_links_are_measured(flight):
     assert stats.rtt_s == pytest.approx((0.5 * 7 / 8 + 0.25 / 8) * 7 / 8 + 1 / 8)
     assert flight.stats(1).results == 0
     flight.measure_anew(0)
-    assert flight.stats(0) == stats._replace(min_rtt_s=0.0)
+    assert flight.stats(0) == stats._replace(min_rtt_s=0.0, measured=0)
     submit(flight, operation(64), [LinkShard(0, 0, 64)], 64, 0)
     answer(flight, *flight.refill(2.0), 2.5)
     assert flight.stats(0).min_rtt_s == pytest.approx(0.5)

@@ -63,7 +63,7 @@ class Session:
         plan: how buffers are cut.
     """
 
-    def __init__(self, spec: JobSpec, flight: type[Flight] = CompiledFlight) -> None:
+    def __init__(self, spec: JobSpec, flight: type[CompiledFlight] = CompiledFlight) -> None:
         self.spec = spec
         self.handed_over = False
         self.links: list[Link] = []
