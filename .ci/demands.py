@@ -105,7 +105,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
     (_modules("failover shard_map"), (f"{JOBS}faults.py", f"{JOBS}failures.py")),
-    (_modules("fallback handover process_group"), (f"{JOBS}faults.py",)),
+    (_modules("fallback process_group"), (f"{JOBS}faults.py",)),
     (
         _modules("elastic communicator membership replay_log reconcile lobby admission"),
         ("tests/memberships", f"{JOBS}faults.py", f"{JOBS}join.py", "tests/lab/test_elastic.py"),

@@ -16,7 +16,7 @@ from tests.sim.rules import Mutations
 from tests.sim.world import Flight, World
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Resumption
-from worker_client.protocol.joining import Joining
+from worker_client.protocol.joining import Joining, Occurrence
 from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
 from worker_client.protocol.session import Session
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
@@ -137,7 +137,7 @@ def two_maps(give_up, self, now):
     """Begin without reducers that ranks host, of which other ranks take no notice."""
     late = give_up(self, now)
     if self._since is not None and now >= self._since + self._spec.begin_without_s:
-        self.complete = True
+        self._context.occur(Occurrence.JOINED)
         late = [link.reducer for link in self._links if not link.member]
     return late
 

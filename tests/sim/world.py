@@ -30,7 +30,7 @@ from tests.sim.connection import Connection, Message
 from worker_client.protocol import _flight, agreement, flow_control
 from worker_client.protocol.agreement import EVERY, FIRST_CALL
 from worker_client.protocol.flight import AddStreams, Connect, Finish, HandOver, Keep, Reset
-from worker_client.protocol.handover import gaps, merge
+from worker_client.protocol.lifecycle import gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, refused
 from worker_client.protocol.session import Session
 from worker_client.protocol.spec import JobSpec

@@ -26,8 +26,7 @@ from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, 
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from worker_client.communicators.communicator import Communicator, Counters
 from worker_client.communicators.membership import PATIENCE_S, marked
-from worker_client.protocol.handover import gaps, merge
-from worker_client.protocol.lifecycle import FIRST_PLACE
+from worker_client.protocol.lifecycle import FIRST_PLACE, gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, reason, refused
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
 

@@ -232,7 +232,16 @@ cdef class Request(Call):
 
 
 cdef class CompiledFlight:
-    """All all-reduces and links of a worker; see `worker_client.protocol.flight.Flight`."""
+    """All all-reduces and links of a worker.
+
+    A result is kept after its all-reduce has ended here, until every rank has it: should its
+    reducer be lost, another rank may need it from us, and the caller has its buffer back.
+
+    Args:
+        identity: header with the job, the generation and the rank of every contribution.
+
+    Times are in seconds of the caller's clock.
+    """
 
     def __cinit__(self, identity, uint64_t large_bytes=MEASURED_BYTES):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
@@ -245,14 +254,17 @@ cdef class CompiledFlight:
 
     @property
     def watermark(self):
+        """Every all-reduce below this number is finished here."""
         return self.its.watermark
 
     @property
     def reached(self):
+        """Every all-reduce below this number is finished at every rank, as far as is known."""
         return self.its.reached
 
     @property
     def kept_bytes(self):
+        """Bytes of results that are kept."""
         return self.its.kept_bytes
 
     @property
@@ -298,6 +310,14 @@ cdef class CompiledFlight:
         cuts_forget(&self.its.cuts, turns)
 
     def add_link(self, uint64_t window, bint keep, bint in_place=False):
+        """Add a link, shut until `open`.
+
+        Args:
+            window: bytes that may be in flight.
+            keep: whether to keep the results that come there.
+            in_place: whether every all-reduce that needs the link ends with it. Then a transport
+                may read its results straight into the buffers: nobody needs what was there.
+        """
         if not flight_add_link(&self.its, window, keep, in_place):
             raise MemoryError
 
@@ -310,6 +330,14 @@ cdef class CompiledFlight:
 
     cpdef submit(self, Request operation, shards, uint64_t chunk_bytes, uint32_t epoch,
                  double now=0.0):
+        """Queue an all-reduce.
+
+        Args:
+            operation: what is asked for, with a number above all before; some are left out.
+            shards: what travels over which link: ascending, disjoint, together the whole buffer.
+            chunk_bytes: size of every chunk but the last of each shard.
+            epoch: version of the shard map.
+        """
         cdef range_t *wanted = <range_t *>calloc(len(shards), sizeof(range_t))
         cdef all_reduce *asked = operation.its
         cdef bint begun
@@ -336,19 +364,24 @@ cdef class CompiledFlight:
         self._held[operation] = None
 
     def open(self, link):
+        """Let contributions be sent to a reducer."""
         cdef flight_link *its = &self.its.links[self.check(link)]
         its.open, its.calm = True, False
 
     def set_calm(self, link, calm):
+        """Take PINGs without a body from a reducer whose latest one had none, or leave them."""
         self.its.links[self.check(link)].calm = calm
 
     def set_window(self, link, nbytes):
+        """Change how many bytes may be in flight on a link."""
         self.its.links[self.check(link)].window = nbytes
 
     def measure_anew(self, link):
+        """Forget the shortest round trip of a link."""
         flight_measure(&self.its, self.check(link))
 
     def stats(self, link):
+        """Return what is known about a link."""
         cdef flight_link *its = &self.its.links[self.check(link)]
         return LinkStats(
             its.window, its.in_flight, its.bytes_sent, its.bytes_received, its.results,
@@ -356,6 +389,11 @@ cdef class CompiledFlight:
         )
 
     def refill(self, double now):
+        """Return the contributions that the windows have room for.
+
+        Every link gets a chunk before any gets a second one, so that all reducers have work early;
+        another one is first for every rank, so that no reducer is hit by all of them at once.
+        """
         cdef uint64_t now_ns = nanoseconds(now)
         cdef turn_t turn = turn_t(0, 0)
         cdef contribution next
@@ -367,6 +405,11 @@ cdef class CompiledFlight:
         return sends
 
     def take(self, link, frame, payload, double now):
+        """Take a message if it is a healthy result or a PING without news; else change nothing.
+
+        Returns:
+            Sequence numbers of the all-reduces that are now done; None if it is anything else.
+        """
         cdef const unsigned char[::1] head = frame
         cdef const unsigned char[::1] body = payload
         cdef block *message = block_take(&self.its.pool, body.shape[0])
@@ -423,20 +466,25 @@ cdef class CompiledFlight:
         return operations
 
     def expects(self, link, sequence, offset):
+        """Whether the chunk at this offset is in flight on a link."""
         return flight_expects(&self.its, self.check(link), sequence, offset)
 
     def waits_for(self, link, sequence):
+        """Whether any chunk of an all-reduce is in flight on a link."""
         return flight_waits_for(&self.its, self.check(link), sequence)
 
     def forget(self, link, sequence):
+        """Expect and send nothing more of an all-reduce on a link."""
         flight_forget(&self.its, self.check(link), sequence)
 
     def end(self, sequence):
+        """End an all-reduce that has failed."""
         operation = self.find(sequence)
         flight_end(&self.its, sequence)
         self._held.pop(operation, None)
 
     def needs(self, link):
+        """Return the all-reduces that lack a result of this link."""
         cdef uint32_t at = self.check(link)
         cdef uint64_t sequence
         cdef operation_t *found
@@ -448,9 +496,14 @@ cdef class CompiledFlight:
         return needed
 
     def shut(self, link):
+        """Send nothing more over a link and expect nothing there, until it is opened anew.
+
+        Its chunks wait to be moved.
+        """
         flight_shut(&self.its, self.check(link))
 
     def carried(self, link, sequence=None):
+        """Return the chunks of a link, of one all-reduce or all, with and without results."""
         cdef walk at
         cdef chunk_t *one
         cdef operation_t *of
@@ -466,12 +519,14 @@ cdef class CompiledFlight:
         return found
 
     def move(self, sequence, offset, link):
+        """Assign a chunk to another link; it is sent there if its result is not here."""
         cdef chunk_t *moved = flight_chunk(&self.its, sequence, offset)
         if moved == NULL:
             raise KeyError(sequence, offset)
         flight_move(&self.its, moved, self.check(link))
 
     def kept(self, sequence, offset):
+        """Return a result that is kept, as a header and the elements; None if it is not."""
         cdef chunk_t *of = flight_chunk(&self.its, sequence, offset)
         if of == NULL or of.result == NULL:
             return None
@@ -486,6 +541,7 @@ cdef class CompiledFlight:
         )
 
     def confirm(self, reached):
+        """Learn that every all-reduce below a number is finished at every rank."""
         flight_confirm(&self.its, reached)
 
     cdef uint32_t check(self, link) except? 0:

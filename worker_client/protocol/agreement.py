@@ -79,12 +79,7 @@ class Agreement:
         return chunk_size_of(total_bytes, shard_count, chunk_size(self._rate))
 
     def called(self, call: int, now: float) -> None:
-        """Record when a call is made.
-
-        Args:
-            call: its number; calls may have been made since the latest one recorded.
-            now: seconds of the caller's clock.
-        """
+        """Record when a call is made; calls may have been made since the latest one recorded."""
         self._between_s = (now - self._called_at) / max(1, call - self._call)
         self._called_at, self._call = now, call
         self._mean_s = _OLD * self._mean_s + _NEW * self._between_s

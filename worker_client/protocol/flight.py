@@ -1,4 +1,4 @@
-"""What a worker has in flight: the interface of `CompiledFlight`, and what a session asks for.
+"""What a session asks for, and what it hears of its flight (sans I/O).
 
 The rules are those of `reducer/wire/README.md`, section 5.
 """
@@ -6,14 +6,12 @@ The rules are those of `reducer/wire/README.md`, section 5.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.authentication import prove_resume
 from reducer.wire.messages import Stream, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from reducer.errors import ReductionError
     from reducer.wire.header import Buffer, Header
     from worker_client.protocol.operation import Operation, Unfinished
@@ -80,117 +78,6 @@ class LinkStats(NamedTuple):
     rtt_s: float
     min_rtt_s: float
     measured: int = 0
-
-
-class Flight(Protocol):
-    """All all-reduces and links of a worker.
-
-    A result is kept after its all-reduce has ended here, until every rank has it: should its
-    reducer be lost, another rank may need it from us, and the caller has its buffer back.
-
-    Args:
-        identity: header with the job, the generation and the rank of every contribution.
-
-    Times are in seconds of the caller's clock.
-    """
-
-    def __init__(self, identity: Header) -> None: ...
-
-    def add_link(self, window: int, keep: bool, in_place: bool = False) -> None:
-        """Add a link, shut until `open`.
-
-        Args:
-            window: bytes that may be in flight.
-            keep: whether to keep the results that come there.
-            in_place: whether every all-reduce that needs the link ends with it. Then a transport
-                may read its results straight into the buffers: nobody needs what was there.
-        """
-
-    @property
-    def watermark(self) -> int:
-        """Every all-reduce below this number is finished here."""
-
-    @property
-    def reached(self) -> int:
-        """Every all-reduce below this number is finished at every rank, as far as is known."""
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of results that are kept."""
-
-    def submit(
-        self, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int, epoch: int
-    ) -> None:
-        """Queue an all-reduce.
-
-        Args:
-            operation: what is asked for, with a number above all before; some are left out.
-            shards: what travels over which link: ascending, disjoint, together the whole buffer.
-            chunk_bytes: size of every chunk but the last of each shard.
-            epoch: version of the shard map.
-        """
-
-    def open(self, link: int) -> None:
-        """Let contributions be sent to a reducer."""
-
-    def set_calm(self, link: int, calm: bool) -> None:
-        """Take PINGs without a body from a reducer whose latest one had none, or leave them."""
-
-    def set_window(self, link: int, nbytes: int) -> None:
-        """Change how many bytes may be in flight on a link."""
-
-    def measure_anew(self, link: int) -> None:
-        """Forget the shortest round trip of a link."""
-
-    def stats(self, link: int) -> LinkStats:
-        """Return what is known about a link."""
-
-    def refill(self, now: float) -> list[Send]:
-        """Return the contributions that the windows have room for.
-
-        Every link gets a chunk before any gets a second one, so that all reducers have work early;
-        another one is first for every rank, so that no reducer is hit by all of them at once.
-        """
-
-    def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
-        """Take a message if it is a healthy result or a PING without news; else change nothing.
-
-        Returns:
-            Sequence numbers of the all-reduces that are now done; None if it is anything else.
-        """
-
-    def expects(self, link: int, sequence: int, offset: int) -> bool:
-        """Whether the chunk at this offset is in flight on a link."""
-
-    def waits_for(self, link: int, sequence: int) -> bool:
-        """Whether any chunk of an all-reduce is in flight on a link."""
-
-    def forget(self, link: int, sequence: int) -> None:
-        """Expect and send nothing more of an all-reduce on a link."""
-
-    def end(self, sequence: int) -> None:
-        """End an all-reduce that has failed."""
-
-    def needs(self, link: int) -> list[int]:
-        """Return the all-reduces that lack a result of this link."""
-
-    def shut(self, link: int) -> None:
-        """Send nothing more over a link and expect nothing there, until it is opened anew.
-
-        Its chunks wait to be moved.
-        """
-
-    def carried(self, link: int, sequence: int | None = None) -> list[Carried]:
-        """Return the chunks of a link, of one all-reduce or all, with and without results."""
-
-    def move(self, sequence: int, offset: int, link: int) -> None:
-        """Assign a chunk to another link; it is sent there if its result is not here."""
-
-    def kept(self, sequence: int, offset: int) -> tuple[bytes, Buffer] | None:
-        """Return a result that is kept, as a header and the elements; None if it is not."""
-
-    def confirm(self, reached: int) -> None:
-        """Learn that every all-reduce below a number is finished at every rank."""
 
 
 class Finish(NamedTuple):

@@ -13,7 +13,7 @@ from reducer.wire.constants import FAR_S
 from reducer.wire.layout import LARGEST_CHUNK, charge
 
 if TYPE_CHECKING:
-    from worker_client.protocol.flight import Flight
+    from worker_client.protocol._flight import CompiledFlight as Flight
 
 MOST_BYTES = 16 << 20  # over all links; a reducer sets aside as much for every worker
 MOST_FAR_BYTES = 256 << 20  # over all links in a far network, as far as reducers grant it

@@ -14,14 +14,12 @@ from reducer.wire.messages import Challenge, Hello, Stream, Welcome, decode, enc
 from reducer.wire.states import LinkState, Role
 from worker_client.protocol.flight import AddStreams, Connect, Keep, Resumption, Send
 from worker_client.protocol.link import Link
+from worker_client.protocol.phase import Occurrence, Phase
 
 if TYPE_CHECKING:
     from reducer.errors import ReductionError
     from reducer.wire.header import Buffer, Header
-    from worker_client.protocol.flight import Flight
-    from worker_client.protocol.flow_control import FlowControl
-    from worker_client.protocol.shard_map import Plan, ShardMap
-    from worker_client.protocol.spec import JobSpec
+    from worker_client.protocol.context import Context
 
 # TCP's window grows a little each round trip, and a loss cuts it: so what one connection carries
 # where there are losses goes down with the round trip. Each 25 ms bring another one, up to 8.
@@ -40,7 +38,6 @@ def may_pass(error: ReductionError) -> bool:
 
 
 def _foreign(link: Link) -> AuthError:
-    """Say that who answers at a link is no reducer of this job."""
     return AuthError(
         f"who answers at {link.address} does not know this job's secret, or asks for another one: "
         "another program has taken the port of a rank's reducer. Start the job again"
@@ -48,46 +45,33 @@ def _foreign(link: Link) -> AuthError:
 
 
 class Joining:
-    """The links of a session, from stranger to member.
+    """The links of a session, from stranger to member."""
 
-    Args:
-        spec: who we are and where the reducers are.
-        links: where they are kept.
-        flight, flow, plan: what hears of links.
-        shard_map: knows which reducers are used.
-
-    Attributes:
-        complete: every reducer has welcomed us once, or was given up, here or by another rank.
-    """
-
-    def __init__(
-        self,
-        spec: JobSpec,
-        links: list[Link],
-        *,
-        flight: Flight,
-        flow: FlowControl,
-        plan: Plan,
-        shard_map: ShardMap,
-    ) -> None:
-        self.complete = False
-        self._spec = spec
-        self._links = links
-        self._flight = flight
-        self._flow = flow
-        self._plan = plan
-        self._map = shard_map
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._spec = context.spec
+        self._links = context.links
         self._since: float | None = None  # when some reducers had welcomed us, and others had not
         self._retries: dict[int, float] = {}  # links that were refused: when to try again
         self._refused: set[int] = set()  # links that were refused last
-        for reducer, address in enumerate(spec.reducers):
-            for lane, known in enumerate([address, *spec.lanes.get(reducer, ())]):
+        for reducer, address in enumerate(self._spec.reducers):
+            for lane, known in enumerate([address, *self._spec.lanes.get(reducer, ())]):
                 self._add(reducer, lane, known)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every reducer has welcomed us once, or was given up, here or by another rank."""
+        return self._context.phase is not Phase.JOINING
+
+    def complete_if_done(self) -> None:
+        """Take note that joining is complete, if it is."""
+        if not self.complete and self.done:
+            self._context.occur(Occurrence.JOINED)
 
     @property
     def done(self) -> bool:
         """Whether this worker is a member at every reducer that is in use."""
-        used = self._map.uses
+        used = self._context.map.uses
         return all(link.member or not used(link.reducer) for link in self._links)
 
     def give_up(self, now: float) -> list[int]:
@@ -104,7 +88,8 @@ class Joining:
         if now < self._since + min(self._spec.patience_s, begin_s):
             return []
         late = {link.reducer for link in self._links if not link.member}
-        self.complete = late.isdisjoint(self._spec.hosts)
+        if late.isdisjoint(self._spec.hosts):
+            self._context.occur(Occurrence.JOINED)
         return sorted(late.difference(self._spec.hosts))
 
     def hello(self, link: Link, header: Header) -> Send:
@@ -165,10 +150,10 @@ class Joining:
             raise _foreign(link)
         link.incarnation = welcome.incarnation
         self._refused.discard(link.index)
-        share = self._plan.share(link)
+        share = self._context.plan.share(link)
         grows = bool(welcome.features & Feature.CREDIT)
-        self._flow.admit(link.index, header.window, share, link.round_trip_s, grows=grows)
-        self._flight.open(link.index)
+        self._context.flow.admit(link.index, header.window, share, link.round_trip_s, grows=grows)
+        self._context.flight.open(link.index)
         link.ticket = welcome.ticket
         link.resumes = bool(welcome.features & Feature.RESUME)
         connects = []
@@ -178,7 +163,7 @@ class Joining:
             known = sum(other.reducer == link.reducer for other in self._links)
             for lane, port in enumerate(welcome.lanes[known - 1 :], known):
                 connects.append(self._add(link.reducer, lane, f"{host}:{port}"))
-            self.complete = self.complete or self.done
+            self.complete_if_done()
         return connects
 
     def connections(self, link: Link) -> list[Keep | AddStreams]:
@@ -202,7 +187,6 @@ class Joining:
         return asked
 
     def _features(self, link: Link) -> Feature:
-        """Return what a reducer is told that we speak, of what is of use over this connection."""
         features = FEATURES | (Feature(0) if self._spec.streams == 1 else Feature.STREAMS)
         far = self._spec.resumes and link.round_trip_s >= FAR_S
         return features | (Feature.RESUME if far else Feature(0))
@@ -230,6 +214,6 @@ class Joining:
         self._links.append(link)
         window = self._spec.window_per_reducer()
         hosted = reducer in self._spec.hosts
-        self._flight.add_link(window, self._spec.keeps(reducer), in_place=hosted)
-        self._plan.use(self._links, self._map.lanes)
+        self._context.flight.add_link(window, self._spec.keeps(reducer), in_place=hosted)
+        self._context.plan.use(self._links, self._context.map.lanes)
         return Connect(self.endpoint(link))

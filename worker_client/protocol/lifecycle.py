@@ -1,4 +1,7 @@
-"""The life of an all-reduce in a session: its end, whom it waits for, who is told (sans I/O)."""
+"""The life of an all-reduce in a session: its end, whom it waits for, who is told (sans I/O).
+
+When no reducer is left, others bring calls to their end, with what each rank has of them.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,22 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, PLACES, MessageType
+from reducer.wire.header import Header
 from reducer.wire.messages import encode_error
 from worker_client.protocol.flight import Send
 from worker_client.protocol.link import Failed
-from worker_client.protocol.operation import STRAGGLER_S, Names, Pending
+from worker_client.protocol.operation import STRAGGLER_S, Names, Pending, Unfinished
+from worker_client.protocol.phase import Occurrence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reducer.errors import ReductionError
-    from reducer.wire.header import Header
-    from worker_client.protocol.flight import Action, Flight
+    from worker_client.protocol._flight import CompiledFlight as Flight
+    from worker_client.protocol.context import Context
+    from worker_client.protocol.flight import Action
     from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation
-    from worker_client.protocol.shard_map import ShardMap
-    from worker_client.protocol.spec import JobSpec
 
 FIRST_PLACE = 1  # of an all-reduce in its call; place 0 is for the ranks' own question
 GRACE_S = 0.15  # after a deadline: for a reducer to say who is missing, if none has said so yet
@@ -71,52 +75,35 @@ class Calls:
     """All-reduces in progress: the callers', and at times the ranks' own question.
 
     Args:
-        spec: who we are.
-        links: the session's.
-        flight: what moves them.
-        aborts: tells reducers of a bad end.
+        context: the session's.
         ended: called with each that has ended, and its error or None.
 
     Attributes:
         active: those that have begun and not ended.
         names: what the ranks call them.
         numbering: gives them their numbers.
+        aborts: tells reducers of a bad end.
         final: why nothing is begun any more, if the ranks that are left go on elsewhere.
         question: the one by which the ranks are agreeing, if they are.
     """
 
     def __init__(
         self,
-        spec: JobSpec,
-        links: list[Link],
-        *,
-        flight: Flight,
-        aborts: Aborts,
+        context: Context,
         ended: Callable[[Operation, ReductionError | None], list[Action]],
     ) -> None:
-        self.active = Pending(flight)
+        self.active = Pending(context.flight)
         self.names = Names()
-        self.numbering = Numbering(flight)
+        self.numbering = Numbering(context.flight)
+        self.aborts = Aborts(context)
+        self.final: RankLostError | None = None
         self.question: Operation | None = None
+        self._context = context
+        self._flight = context.flight
+        self._ended = ended
+        self._asked: deque[int] = deque()  # numbers of what may have to be handed over
         self._paused_s = 0.0  # the latest pause that ended a connection,
         self._results_before = 0  # and how many results had come until then
-        self.final: RankLostError | None = None
-        self._spec = spec
-        self._frozen: int | None = None
-        self._links = links
-        self._flight = flight
-        self._aborts = aborts
-        self._ended = ended
-
-    @property
-    def watermark(self) -> int:
-        """Every all-reduce below this number is finished here, or has failed for good."""
-        return self._flight.watermark if self._frozen is None else self._frozen
-
-    def freeze(self) -> None:
-        """Let the watermark stay: what ends from now on is not finished, but goes on elsewhere."""
-        if self._frozen is None:
-            self._frozen = self._flight.watermark
 
     def expire(self, now: float) -> list[Action]:
         """End what is not done by its deadline, when reducers have had time to say why."""
@@ -131,7 +118,7 @@ class Calls:
         missing = ", ".join(map(str, operation.missing))
         error = ReductionTimeout(
             f"{operation}: not done after {operation.timeout_s:g} s "
-            f"at rank {self._spec.rank}{missing and f', waiting for rank {missing}'}",
+            f"at rank {self._context.spec.rank}{missing and f', waiting for rank {missing}'}",
             missing=operation.missing,
             sequence=operation.sequence,
         )
@@ -140,30 +127,30 @@ class Calls:
             return self.fail(operation, error)
         operation.overdue = True
         self.active.expect(operation, now + GRACE_S)
-        return [self._aborts.abort(link, operation.sequence, error) for link in waiting]
+        failed = Failed(operation.sequence, operation.sequence, error)
+        return [self.aborts.abort(link, failed) for link in waiting]
 
     def fail(
         self, operation: Operation, error: ReductionError, told_by: Link | None = None
     ) -> list[Action]:
         """End an all-reduce badly, and tell the other reducers that it cannot be finished."""
-        if self._spec.elastic and self.final is None and isinstance(error, RankLostError):
+        context = self._context
+        if context.spec.elastic and self.final is None and isinstance(error, RankLostError):
             # What another rank has finished, and this one will get from it, it is to keep.
             self.final = error
-            self.freeze()
+            context.occur(Occurrence.RANK_LOST)
+            context.freeze()
             return self.fail_all(error)
         if self._paused_s and isinstance(error, (RankLostError, ReducerLostError)):
             error = self._explain(error)
         actions = self.drop(operation, error)
-        actions += self._aborts.tell(operation.sequence, error, told_by)
+        actions += self.aborts.tell(operation.sequence, error, told_by)
         return actions + self._fail_others(operation, error)
 
     def note_pause(self, seconds: float) -> None:
-        """Take note that a reducer ended its connection because this process did not run.
+        """Take note that a reducer ended its connection as this process did not run for so long.
 
         Until a result comes, that is why anything is lost.
-
-        Args:
-            seconds: for how long it did not run.
         """
         self._paused_s, self._results_before = seconds, self._results()
 
@@ -172,21 +159,20 @@ class Calls:
         if self._results() != self._results_before:
             self._paused_s = 0.0  # the reducers have served this rank since
             return error
+        rank = self._context.spec.rank
         return RankLostError(
-            f"rank {self._spec.rank}, this process, did not run for {self._paused_s:.1f} s, and "
-            "the others lost it: set REDUCTION_PATIENCE to more than that, so that they wait for "
-            "it",
-            rank=self._spec.rank,
+            f"rank {rank}, this process, did not run for {self._paused_s:.1f} s, and the others "
+            "lost it: set REDUCTION_PATIENCE to more than that, so that they wait for it",
+            rank=rank,
         )
 
     def _results(self) -> int:
-        """Return how many results have come, whoever has taken note of them."""
-        return sum(self._flight.stats(link.index).results for link in self._links)
+        return sum(self._flight.stats(link.index).results for link in self._context.links)
 
     def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce that cannot begin at this rank, and tell the reducers why."""
         self.numbering.forget(operation, error)
-        actions: list[Action] = [*self._aborts.tell(operation.sequence, error, None)]
+        actions: list[Action] = [*self.aborts.tell(operation.sequence, error)]
         actions += self._ended(operation, error)
         return actions + self._fail_others(operation, error)
 
@@ -195,11 +181,10 @@ class Calls:
         actions: list[Action] = []
         for other in self._others(operation):
             actions += self.drop(other, error)
-            actions += self._aborts.tell(other.sequence, error, None)
+            actions += self.aborts.tell(other.sequence, error)
         return actions
 
     def _others(self, operation: Operation) -> list[Operation]:
-        """Return the other all-reduces of a call that are in progress."""
         if operation.call is None:
             return []
         return [other for other in self.active.all() if other.call is operation.call]
@@ -224,33 +209,58 @@ class Calls:
 
     def waiting(self, sequence: int) -> list[Link]:
         """Return the links on which results of an all-reduce are expected."""
-        return [link for link in self._links if self._flight.waits_for(link.index, sequence)]
+        return [one for one in self._context.links if self._flight.waits_for(one.index, sequence)]
+
+    def may_be_handed_over(self, sequence: int) -> None:
+        """Take note of what is asked for, and forget what is finished at every rank."""
+        self._asked.append(sequence)
+        while self._asked[0] < self._flight.reached:
+            self._asked.popleft()
+
+    def hand_over(self, held: Iterable[Operation]) -> list[Unfinished]:
+        """Leave all calls to others, `held` ones too; return what some rank may not have finished.
+
+        The ranks' own questions are nobody's calls, and nobody asks them any more.
+        """
+        waiting = {operation.sequence: operation for operation in held}
+        results = self._results_kept()
+        calls = []
+        for sequence in self._asked:
+            if sequence < self._flight.reached:
+                continue
+            operation = waiting.get(sequence) or self.active.get(sequence)
+            known = results.get(sequence, {})
+            failed = operation is None and not known
+            done = operation is None and not failed
+            chunks = [(offset, offset + len(result)) for offset, result in known.items()]
+            calls.append(Unfinished(sequence, done, failed, chunks, operation, known))
+        self._context.freeze()
+        for operation in self.active.all():
+            self.leave(operation)
+        self._flight.confirm(self.numbering.end)  # what was kept is copied
+        return calls
+
+    def _results_kept(self) -> dict[int, dict[int, bytes]]:
+        """Return copies of the results that are kept, by sequence number and offset."""
+        found: dict[int, dict[int, bytes]] = {}
+        for link in self._context.links:
+            for chunk in self._flight.carried(link.index):
+                kept = self._flight.kept(chunk.sequence, chunk.offset) if chunk.done else None
+                if kept is not None:
+                    offset = Header.unpack(kept[0]).offset
+                    found.setdefault(chunk.sequence, {})[offset] = bytes(kept[1])
+        return found
 
 
 class Aborts:
-    """What reducers are told, all of them: any may take the place of others later.
+    """What reducers are told, all of them: any may take the place of others later."""
 
-    Args:
-        links: the session's.
-        flight: knows the watermark.
-        shard_map: knows the epoch.
-        header: makes the header of a message.
-    """
-
-    def __init__(
-        self,
-        links: Sequence[Link],
-        flight: Flight,
-        shard_map: ShardMap,
-        header: Callable[[MessageType], Header],
-    ) -> None:
-        self._links = links
-        self._flight = flight
-        self._map = shard_map
-        self._header = header
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._flight = context.flight
         self._failed: deque[Failed] = deque()  # what some rank may not have finished
 
-    def tell(self, sequence: int, error: ReductionError, told_by: Link | None) -> list[Send]:
+    def tell(self, sequence: int, error: ReductionError, told_by: Link | None = None) -> list[Send]:
         """Tell all reducers but the one that has told us that an all-reduce cannot be finished."""
         return self._note(Failed(sequence, sequence, error), told_by)
 
@@ -271,8 +281,8 @@ class Aborts:
             self._failed.appendleft(Failed(min(oldest.first, next_one.first), last, oldest.error))
         self._failed.append(failed)
         sends = []
-        for link in self._links:
-            if link.member and link is not told_by:
+        for link in self._context.members:
+            if link is not told_by:
                 link.untold.append(failed)
                 sends += self.pay(link)
         return sends
@@ -286,16 +296,16 @@ class Aborts:
         sends = []
         limit = self._flight.watermark + MAX_ROUNDS_AHEAD  # nothing may be said of what is beyond
         while link.untold and link.member and link.untold[0].last < limit:
-            sends.append(self._abort(link, link.untold.pop(0)))
+            sends.append(self.abort(link, link.untold.pop(0)))
         return sends
 
-    def abort(self, link: Link, sequence: int, error: ReductionError) -> Send:
-        """Give up an all-reduce."""
-        return self._abort(link, Failed(sequence, sequence, error))
-
-    def _abort(self, link: Link, failed: Failed) -> Send:
-        header = self._header(MessageType.ABORT)._replace(
-            sequence=failed.first, nbytes=failed.last - failed.first, epoch=self._map.epoch
+    def abort(self, link: Link, failed: Failed) -> Send:
+        """Tell a reducer of all-reduces that this rank gives up."""
+        header = self._context.header(
+            MessageType.ABORT,
+            sequence=failed.first,
+            nbytes=failed.last - failed.first,
+            epoch=self._context.map.epoch,
         )
         return Send(link.index, header.pack(), encode_error(failed.error))
 
@@ -304,19 +314,13 @@ class RollCall:
     """What reducers have said of ranks.
 
     Args:
-        links: the session's.
-        shard_map: knows which reducers are in use.
+        context: the session's.
         active: the all-reduces in progress.
-        elastic: whether the ranks that are left go on elsewhere when one is lost.
     """
 
-    def __init__(
-        self, links: Sequence[Link], shard_map: ShardMap, active: Pending, *, elastic: bool
-    ) -> None:
-        self._links = links
-        self._map = shard_map
+    def __init__(self, context: Context, active: Pending) -> None:
+        self._context = context
         self._active = active
-        self._elastic = elastic
         self._outdated: set[int] = set()  # links whose next PING may be from before the agreement
         self._lost: dict[int, tuple[int, ...]] = {}  # by link: ranks, if its reducer said so last
 
@@ -324,9 +328,9 @@ class RollCall:
     def lost(self) -> set[int]:
         """Ranks that a reducer in use has lost, or that have left."""
         # One that cannot reach a rank, but is not in use, says nothing of that rank's life.
-        said = tuple(self._lost.items())
-        used = [ranks for link, ranks in said if self._map.uses(self._links[link].reducer)]
-        return {rank for ranks in used for rank in ranks}
+        links, uses = self._context.links, self._context.map.uses
+        said = tuple(self._lost.items())  # as another thread may ask
+        return {rank for link, lost in said if uses(links[link].reducer) for rank in lost}
 
     def hear(self, link: Link, lost: tuple[int, ...], now: float) -> None:
         """Take note of the ranks that are lost at a reducer, by its latest PING."""
@@ -342,7 +346,7 @@ class RollCall:
     def agreed(self) -> None:
         """Forget who was lost: every rank has just said which reducers it can use."""
         self._lost.clear()
-        self._outdated = {link.index for link in self._links}
+        self._outdated = {link.index for link in self._context.links}
 
     def begin(self, now: float) -> None:
         """See to it that it is soon asked whom an all-reduce waits for, if ranks are lost."""
@@ -354,7 +358,8 @@ class RollCall:
     ) -> RankLostError | None:
         """Say whom an all-reduce waits for; return why it waits in vain, if it does."""
         # One that is missing may have gone on elsewhere without another one, which is lost.
-        if lost := sorted(self.lost if self._elastic else self.lost.intersection(missing)):
+        gone = self.lost if self._context.spec.elastic else self.lost.intersection(missing)
+        if lost := sorted(gone):
             # This reducer cannot know: it was restarted, and that rank has never been there.
             why = f"rank {lost[0]}, which reducer {link.address} waits for, has left or was lost"
             return RankLostError(why, rank=lost[0])
@@ -369,3 +374,29 @@ class RollCall:
                 waited,
             )
         return None
+
+
+def merge(
+    everywhere: Sequence[Sequence[Unfinished]],
+) -> tuple[int, dict[int, list[Unfinished]]]:
+    """Find out what ranks have of the calls that any of them has begun; each tells of one at least.
+
+    Returns:
+        The first call that some rank may not have finished, and for it and those after it what each
+        rank has, by the call's number.
+    """
+    first = max(theirs[0].number for theirs in everywhere)  # all ranks have what is before
+    known = [{one.number: one for one in theirs} for theirs in everywhere]
+    numbers = {number for theirs in known for number in theirs if number >= first}
+    return first, {
+        number: [theirs.get(number, Unfinished(number)) for theirs in known]
+        for number in sorted(numbers)
+    }
+
+
+def gaps(known: Mapping[int, int], nbytes: int) -> list[tuple[int, int]]:
+    """Return the parts of a buffer of `nbytes` without those that are known: ends by beginnings."""
+    parts = sorted(known.items())
+    ends = [0, *(high for _, high in parts)]
+    begins = [*(low for low, _ in parts), nbytes]
+    return [(low, high) for low, high in zip(ends, begins, strict=True) if low < high]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.states import LinkState
@@ -22,6 +23,7 @@ class Failed(NamedTuple):
     error: ReductionError
 
 
+@dataclass(eq=False, slots=True)
 class Link:
     """One link (sans I/O); what travels over it, the flight knows.
 
@@ -45,44 +47,23 @@ class Link:
         straggler: the rank that the others wait for, as the reducer has said last.
     """
 
-    __slots__ = (
-        "address",
-        "hello",
-        "incarnation",
-        "index",
-        "lane",
-        "proof",
-        "reducer",
-        "refusal",
-        "resumes",
-        "round_trip_s",
-        "spent",
-        "state",
-        "straggler",
-        "ticket",
-        "unreachable",
-        "untold",
-        "up",
-    )
-
-    def __init__(self, index: int, reducer: int, lane: int, address: str) -> None:
-        self.index = index
-        self.reducer = reducer
-        self.lane = lane
-        self.address = address
-        self.state = LinkState.STRANGER
-        self.up = False
-        self.round_trip_s = 0.0
-        self.incarnation = ""
-        self.spent: tuple[str, int] = ("", -1)
-        self.unreachable = "is not connected"
-        self.refusal: ReductionError | None = None
-        self.hello: tuple[Header, Hello] | None = None
-        self.proof = ""
-        self.ticket = ""
-        self.resumes = False
-        self.untold: list[Failed] = []
-        self.straggler: Straggler | None = None
+    index: int
+    reducer: int
+    lane: int
+    address: str
+    state: LinkState = LinkState.STRANGER
+    up: bool = False
+    round_trip_s: float = 0.0
+    incarnation: str = ""
+    spent: tuple[str, int] = ("", -1)
+    unreachable: str = "is not connected"
+    refusal: ReductionError | None = None
+    hello: tuple[Header, Hello] | None = None
+    proof: str = ""
+    ticket: str = ""
+    resumes: bool = False
+    untold: list[Failed] = field(default_factory=list)
+    straggler: Straggler | None = None
 
     @property
     def member(self) -> bool:

@@ -20,24 +20,21 @@ from reducer.errors import (
     StaleGenerationError,
 )
 from reducer.wire.constants import MAX_CHUNK_BYTES, NO_SEQUENCE, PLACES, MessageType
-from reducer.wire.header import Buffer, Header, check_chunk, fingerprint
-from reducer.wire.layout import LARGEST_CHUNK, MEASURED_BYTES
+from reducer.wire.header import Buffer, Header, check_chunk
+from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error, worst
 from reducer.wire.states import LinkState, Role, after
 from worker_client.protocol._flight import CompiledFlight
-from worker_client.protocol.agreement import Agreement
+from worker_client.protocol.context import Context
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
-from worker_client.protocol.flow_control import FlowControl
-from worker_client.protocol.handover import HandingOver
 from worker_client.protocol.joining import Joining, may_pass
-from worker_client.protocol.lifecycle import FIRST_PLACE, Aborts, Calls, RollCall
+from worker_client.protocol.lifecycle import FIRST_PLACE, Calls, RollCall
 from worker_client.protocol.operation import Unfinished
-from worker_client.protocol.shard_map import Plan, ShardMap, Stage
+from worker_client.protocol.phase import Occurrence, Phase
+from worker_client.protocol.shard_map import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from reducer.wire.messages import Straggler
     from worker_client.protocol.flight import LinkShard
     from worker_client.protocol.link import Link
@@ -64,73 +61,17 @@ class Session:
     """
 
     def __init__(self, spec: JobSpec, flight: type[CompiledFlight] = CompiledFlight) -> None:
+        self._context = context = Context(spec, flight, MEASURED_BYTES)
         self.spec = spec
-        self.handed_over = False
-        self.links: list[Link] = []
-        self.looks_at = 0.0
-        self._now = 0.0  # when it last was
-        self._identity = Header(
-            MessageType.HELLO,
-            job=fingerprint(spec.job),
-            generation=spec.generation,
-            rank=spec.rank,
-        )
-        self.flight = flight(self._identity, MEASURED_BYTES)
-        self._map = ShardMap(len(spec.reducers), spec.hosts, adopts=spec.adopts)
-        reducers = len(spec.reducers)
-        # A card that carries contributions and results alike hardly rests, whatever their size.
-        embedded = len(spec.hosts) == reducers
-        chunk_bytes = spec.chunk_bytes or (LARGEST_CHUNK if embedded else 0)
-        choose = spec.world_size > 1 and not chunk_bytes
-        self._agreement = Agreement(choose or spec.replaceable, chunk_bytes, reducers)
-        weights = spec.weights or (1,) * reducers
-        chunk_bytes_of = self._agreement.chunk_bytes_of
-        self.plan = Plan(weights, spec.chunk_bytes, chunk_bytes_of, self.flight)
-        self._flow = FlowControl(self.flight, self._agreement.chunk_bytes, spec.window_bytes > 0)
+        self.links, self.flight, self.plan = context.links, context.flight, context.plan
         self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer,
         self._asked_in = 0  # and the epoch in which the ranks were asked for it
-        self._joining = Joining(
-            spec,
-            self.links,
-            flight=self.flight,
-            flow=self._flow,
-            plan=self.plan,
-            shard_map=self._map,
-        )
-        self._aborts = Aborts(self.links, self.flight, self._map, self._header)
-        self.calls = Calls(
-            spec,
-            self.links,
-            flight=self.flight,
-            aborts=self._aborts,
-            ended=self._ended,
-        )
-        self.failover = Failover(
-            spec,
-            self.links,
-            self._map,
-            calls=self.calls,
-            flight=self.flight,
-            flow=self._flow,
-            aborts=self._aborts,
-            header=self._header,
-            cut_anew=self._cut_anew,
-        )
-        self._roll_call = RollCall(self.links, self._map, self.calls.active, elastic=spec.elastic)
-        self._handing = HandingOver()
-        self._quiet = False  # nothing is to be recovered, unless something happens
-        self._handlers: dict[MessageType, Callable[[Link, Header, Buffer], list[Action]]] = {
-            MessageType.CHALLENGE: self._challenge,
-            MessageType.WELCOME: self._welcome,
-            MessageType.RESULT: self._result,
-            MessageType.ERROR: self._error,
-            MessageType.GOODBYE: self._goodbye,
-            MessageType.PING: self._ping,
-            MessageType.SHARD_MAP: self._shard_map,
-            MessageType.RETAINED: self._retained,
-            MessageType.STRAGGLERS: self._stragglers,
-            MessageType.CREDIT: self._credit,
-        }
+        self._joining = Joining(context)
+        self.calls = Calls(context, self._ended)
+        self.failover = Failover(context, self.calls)
+        self._roll_call = RollCall(context, self.calls.active)
+        self.handed_over = False
+        self.looks_at = self._now = 0.0  # (`_now`: when it last looked)
 
     # -- what the client asks -----------------------------------------------------------------
 
@@ -158,7 +99,7 @@ class Session:
     @property
     def watermark(self) -> int:
         """Every all-reduce below this number is finished here."""
-        return self.calls.watermark
+        return self._context.watermark
 
     @property
     def lost_ranks(self) -> set[int]:
@@ -175,25 +116,19 @@ class Session:
     def connected(self, index: int, round_trip_s: float = 0.0) -> list[Action]:
         """Introduce ourselves to a reducer that the transport has reached.
 
-        Args:
-            index: of the link.
-            round_trip_s: the connection's shortest, seconds; 0 if that is not known.
+        `round_trip_s` is the connection's shortest; 0 if that is not known.
         """
         link = self.links[index]
         link.round_trip_s = round_trip_s
         actions = self.disconnected(index, "was connected anew") if link.up else []
         if Reset(index) in actions:
             return actions  # the connection that is there now is closed as well
-        hello = self._identity._replace(watermark=self.watermark)
-        return [*actions, self._joining.hello(link, hello)]
+        return [*actions, self._joining.hello(link, self._context.header(MessageType.HELLO))]
 
     def disconnected(self, index: int, reason: str, paused_s: float = 0.0) -> list[Action]:
         """Go on without a reducer that the transport has lost, if that can be.
 
-        Args:
-            index: of the link.
-            reason: why it was lost.
-            paused_s: for how long this process did not run, if that is why; else 0.
+        `paused_s` is for how long this process did not run, if that is the reason; else 0.
         """
         self._something_happened()
         if paused_s:
@@ -224,39 +159,39 @@ class Session:
         if operation.sequence < self.flight.steady_until and operation.refusal is None:
             self._begin(operation, now)
             return []
+        agreement = self._context.agreement
         if operation.sequence % PLACES == FIRST_PLACE:
-            self._agreement.called(operation.sequence // PLACES, now)
+            agreement.called(operation.sequence // PLACES, now)
         if self.spec.fallback and not self.handed_over:
-            self._handing.asked(operation.sequence, self.flight.reached)
+            self.calls.may_be_handed_over(operation.sequence)
         actions = self._move_on(self._go_on(operation, now))
         if self._is_steady():
-            due = self._agreement.next_due(operation.sequence)
-            self.flight.set_steady(due, self._map.epoch)
+            due = agreement.next_due(operation.sequence)
+            self.flight.set_steady(due, self._context.map.epoch)
         return actions
 
     def _go_on(self, operation: Operation, now: float) -> list[Action]:
         """Start what has its number, as soon as nothing stands in its way."""
-        if self.handed_over:
+        context, calls = self._context, self.calls
+        if context.phase is Phase.HANDED_OVER:
             return [HandOver([Unfinished(operation.sequence, operation=operation)])]
-        if self.calls.final is not None:
-            return [Finish(operation, self.calls.final)]
-        question = self.calls.question
-        if self.failover.final or question is not None:
+        if context.phase is Phase.GOING_ON_ELSEWHERE:
+            return [Finish(operation, calls.final)]
+        if context.phase in {Phase.AGREEING, Phase.HANDING_OVER}:
             self._held.append((operation, now))
-        if question is not None:
-            if not question.overdue and now + operation.timeout_s < question.deadline:
+            question, deadline = calls.question, now + operation.timeout_s
+            if question is not None and not question.overdue and deadline < question.deadline:
                 # It keeps nobody waiting longer than the calls that wait for it.
-                self.calls.active.expect(question, now + operation.timeout_s)
+                calls.active.expect(question, deadline)
             return []
-        if self.failover.final:
-            return []
-        if self._agreement.due(operation.sequence):
-            self._held.append((operation, now))
-            usable_lanes = self.failover.usable_lanes()
-            question = self._agreement.question(self._flow.rate, usable_lanes, operation)
-            self.calls.question, self._asked_in = question, self._map.epoch
-            return self._start(question, now)
-        return self._start(operation, now)
+        if not context.agreement.due(operation.sequence):
+            return self._start(operation, now)
+        self._held.append((operation, now))
+        usable_lanes = self.failover.usable_lanes()
+        calls.question = context.agreement.question(context.flow.rate, usable_lanes, operation)
+        self._asked_in = context.map.epoch
+        context.occur(Occurrence.ASKED)
+        return self._start(calls.question, now)
 
     def _start(self, operation: Operation, now: float) -> list[Action]:
         if operation.refusal is not None:
@@ -266,7 +201,7 @@ class Session:
         actions: list[Action] = []
         for shard in shards:
             link = self.links[shard.link]
-            if link.state is not LinkState.MEMBER or not self._map.intact:
+            if link.state is not LinkState.MEMBER or not self._context.map.intact:
                 actions += self.failover.route(operation, link)
         return actions
 
@@ -274,33 +209,26 @@ class Session:
         """Hand an all-reduce to the flight; return the parts that it was cut into."""
         nbytes, dtype = operation.view.nbytes, operation.dtype
         shards, chunk_bytes = self.plan.cut(nbytes, operation.sequence, dtype)
-        self.flight.submit(operation, shards, chunk_bytes, self._map.epoch, now)
+        self.flight.submit(operation, shards, chunk_bytes, self._context.map.epoch, now)
         if operation.name:
             self.calls.names.remember(operation)
         return shards
 
     def _is_steady(self) -> bool:
         """Whether a call could be begun at once, and needs no thought but whether it is due."""
+        context = self._context
         return (
-            not (
-                self.spec.fallback
-                or self.handed_over
-                or self.calls.final
-                or self.calls.question
-                or self.failover.final
-                or self.failover.closed
-                or self._agreement.wanted
-                or self._roll_call.lost
-            )
-            and self._map.intact
+            context.phase in {Phase.RECOVERING, Phase.STEADY}
+            and not (self.spec.fallback or context.agreement.wanted or self._roll_call.lost)
+            and context.map.intact
             and all(link.state is LinkState.MEMBER for link in self.links)
         )
 
     def _something_happened(self) -> None:
         self.flight.set_steady(0.0)
-        self._quiet = False
-        # Also if another rank has told that the only reducer is lost that was waited for.
-        self._joining.complete = self._joining.complete or self._joining.done
+        self._context.occur(Occurrence.EVENT)
+        # Another rank may have told that the only reducer is lost that was waited for.
+        self._joining.complete_if_done()
 
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
         if operation is self.calls.question:
@@ -310,23 +238,10 @@ class Session:
     def _answered(self, sequence: int, error: ReductionError | None) -> list[Action]:
         """Go on with what the ranks have agreed on, or with what was before."""
         self.calls.question = None
+        self._context.occur(Occurrence.ANSWERED)
         actions: list[Action] = []
-        if (final := self.calls.final) is not None:
-            held, self._held = self._held, []
-            return [Finish(operation, final) for operation, _ in held]
-        if error is None and self._map.epoch != self._asked_in:
-            log.debug("ranks have begun anew since they asked which reducers to use")
-        elif error is None:
-            actions += self.failover.agree(self._agreement.answer(), sequence)
-            self._roll_call.agreed()
-            for link in self.links:  # the next PING counts, even if it says nothing
-                self.flight.set_calm(link.index, False)
-            self._agreement.wanted = False  # as far as is known; it is looked at again soon
-            log.debug("chunks of %d bytes", self._agreement.chunk_bytes)
-        elif _declined(error):
-            log.debug("a rank did not ask with the others which reducers to use")
-        elif not self.failover.renewed_after(sequence):  # others may have got the answer
-            actions += self.failover.renew(self._map.fresh(), sequence)
+        if self._context.phase is Phase.RECOVERING:  # else what is held fails
+            actions += self._conclude(sequence, error)
         if self.failover.final:
             return actions
         held, self._held = self._held, []
@@ -334,12 +249,23 @@ class Session:
             actions += self._go_on(operation, now)
         return actions
 
-    def _cut_anew(self, afresh: bool) -> None:
-        """Cut buffers from now on as the agreement, if it still holds, and the shard map say."""
-        if afresh:
-            self._agreement.reset()
-        self.plan.use(self.links, self._map.lanes)
-        self._flow.chunk_bytes = self._agreement.chunk_bytes
+    def _conclude(self, sequence: int, error: ReductionError | None) -> list[Action]:
+        context = self._context
+        if error is None and context.map.epoch != self._asked_in:
+            log.debug("ranks have begun anew since they asked which reducers to use")
+        elif error is None:
+            actions = self.failover.agree(context.agreement.answer(), sequence)
+            self._roll_call.agreed()
+            for link in self.links:  # the next PING counts, even if it says nothing
+                self.flight.set_calm(link.index, False)
+            context.agreement.wanted = False  # as far as is known; it is looked at again soon
+            log.debug("chunks of %d bytes", context.agreement.chunk_bytes)
+            return actions
+        elif _declined(error):
+            log.debug("a rank did not ask with the others which reducers to use")
+        elif sequence > self.failover.renewed_after:  # else others may have got the answer
+            return self.failover.renew(context.map.fresh(), sequence)
+        return []
 
     def receive(self, index: int, frame: Buffer, payload: Buffer, now: float) -> list[Action]:
         """Take one message from a reducer."""
@@ -354,7 +280,7 @@ class Session:
             if state is None:
                 raise RemoteProtocolError(f"{header.type.name} is not allowed in {before.name}")
             link.state = state
-            return self._move_on(self._handlers[header.type](link, header, payload))
+            return self._move_on(self._take(link, header, payload))
         except ReductionError as error:
             log.warning("reducer %s: %s", link.address, error)
             if before in {LinkState.MEMBER, LinkState.DRAINING}:
@@ -368,7 +294,7 @@ class Session:
         actions: list[Action] = []
         for operation in operations:
             if operation.view.nbytes >= MEASURED_BYTES:
-                self._flow.ended(now)
+                self._context.flow.ended(now)
             if operation is self.calls.question:
                 actions += self._answered(operation.sequence, None)
             else:
@@ -388,19 +314,21 @@ class Session:
         if now >= self.looks_at:
             self._now, self.looks_at = now, now + LOOK_S
             actions += self._look_around(now)
-        return self._move_on(actions) if actions or not self._quiet else []
+        recovers = self._context.phase is not Phase.STEADY
+        return self._move_on(actions) if actions or recovers else []
 
     def _look_around(self, now: float) -> list[Action]:
         """Do what is seldom due."""
-        self._flow.tick(now)
-        actions = [] if self._quiet else self._recover(now)
+        context = self._context
+        context.flow.tick(now)
+        actions = [] if context.phase is Phase.STEADY else self._recover(now)
         for operation in self.calls.active.straggling(now):
             operation.missing = ()  # who it was may have come since
             sequence = operation.sequence
-            ask = self._header(MessageType.STRAGGLERS)._replace(sequence=sequence).pack()
+            ask = context.header(MessageType.STRAGGLERS, sequence=sequence).pack()
             actions += [Send(one.index, ask, None) for one in self.calls.waiting(sequence)]
-        for index, window in self._flow.asks(now):
-            ask = self._header(MessageType.CREDIT)._replace(window=window).pack()
+        for index, window in context.flow.asks(now):
+            ask = context.header(MessageType.CREDIT, window=window).pack()
             if self.links[index].member:
                 actions.append(Send(index, ask, None))
         return actions
@@ -409,14 +337,14 @@ class Session:
         """Do what reducers leave to do that are lost, have come back, or have yet to hear of us."""
         actions: list[Action] = [self.failover.close(link) for link in self._joining.retry(now)]
         for reducer in self._joining.give_up(now):
-            actions += self.failover.missed(reducer, Stage(self._map.epoch))
+            actions += self.failover.missed(reducer, Stage(self._context.map.epoch))
         actions += self.failover.leave_drained()
         actions += self.failover.adopt(now)
-        self._agreement.wanted = self.failover.wanted()
+        self._context.agreement.wanted = self.failover.wanted()
         for link in self.links:
-            actions += self._aborts.pay(link)
-        told = not any(link.untold for link in self.links)
-        self._quiet = told and self._joining.complete and self._is_steady()
+            actions += self.calls.aborts.pay(link)
+        if self._is_steady() and not any(link.untold for link in self.links):
+            self._context.occur(Occurrence.RECOVERED)
         return actions
 
     def close(self, error: ReductionError) -> list[Action]:
@@ -430,11 +358,11 @@ class Session:
                 actions += self.calls.drop(operation, error)
         self.calls.question = None
         actions += [Finish(operation, error) for operation, _ in held]
-        goodbye = self._header(MessageType.GOODBYE).pack()
-        for link in self.links:
-            if link.member:
-                link.state = LinkState.LEFT
-                actions.append(Send(link.index, goodbye, None))
+        goodbye = self._context.header(MessageType.GOODBYE).pack()
+        for link in self._context.members:
+            link.state = LinkState.LEFT
+            actions.append(Send(link.index, goodbye, None))
+        self._context.occur(Occurrence.LEFT)
         return actions
 
     def endpoint(self, link: Link) -> str:
@@ -444,43 +372,54 @@ class Session:
     def _move_on(self, actions: list[Action]) -> list[Action]:
         """Let others have what was left with connections that these actions close, or all calls."""
         self._something_happened()
-        if self.failover.closed:
-            actions += self.failover.rehome_all()
-        return actions + self._hand_over() if self.failover.final else actions
-
-    def _hand_over(self) -> list[Action]:
-        """Leave all calls to others, when nothing reads their buffers any more."""
-        if self.handed_over:
-            return []
-        held, self._held = self._held, []
-        waiting = {operation.sequence: operation for operation, _ in held}
-        unfinished = self._handing.unfinished(self.flight, self.links, self.calls.active, waiting)
-        self.handed_over = True
-        self.calls.freeze()
-        for operation in self.calls.active.all():
-            self.calls.leave(operation)
-        self.flight.confirm(self.calls.numbering.end)  # what was kept is copied
-        return [HandOver(unfinished)]
+        actions += self.failover.rehome_all()
+        if self._context.phase is Phase.HANDING_OVER:
+            held, self._held = self._held, []
+            self.handed_over = True
+            self._context.occur(Occurrence.GIVEN)
+            unfinished = self.calls.hand_over(operation for operation, _ in held)
+            actions.append(HandOver(unfinished))
+        return actions
 
     # -- messages -----------------------------------------------------------------------------
 
-    def _challenge(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        del header
-        return [self._joining.prove(link, payload)]
+    def _take(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+        actions: list[Action] = []
+        match header.type:
+            case MessageType.CHALLENGE:
+                actions.append(self._joining.prove(link, payload))
+            case MessageType.WELCOME:
+                connects = self._joining.welcome(link, header, payload)
+                actions += self.failover.welcomed(link)  # which may lose it again
+                actions += [*connects, *self._joining.connections(link)]
+            case MessageType.RESULT:
+                self._result(link, header, payload)
+            case MessageType.ERROR:
+                actions += self._error(link, header, payload)
+            case MessageType.GOODBYE:
+                log.warning("reducer %s is shutting down", link.address)
+                actions += self.failover.draining(link)
+            case MessageType.PING:
+                self._ping(link, header, payload)
+            case MessageType.SHARD_MAP:
+                loss = decode(Loss, payload)
+                loss.check_epoch()
+                actions += self.failover.told(loss)
+            case MessageType.RETAINED:
+                actions += self.failover.supply(link, header)
+            case MessageType.STRAGGLERS:
+                actions += self._stragglers(link, header, payload)
+            case MessageType.CREDIT:
+                self._context.flow.grant(link.index, header.window)
+        return actions
 
-    def _welcome(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        connects = self._joining.welcome(link, header, payload)
-        actions = self.failover.welcomed(link)  # which may lose it again
-        return [*actions, *connects, *self._joining.connections(link)]
-
-    def _result(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+    def _result(self, link: Link, header: Header, payload: Buffer) -> None:
         """Say what is wrong with a result that the flight did not take."""
         check_chunk(header, len(payload), MAX_CHUNK_BYTES)
         if self.flight.expects(link.index, header.sequence, header.offset):
             operation = self.calls.active[header.sequence]
             raise RemoteProtocolError(f"the result does not fit {operation}")
         log.debug("dropped a result of all-reduce %d, which is over", header.sequence)
-        return []
 
     def _error(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         error = self.calls.names.restore(decode_error(payload, header.sequence))
@@ -514,12 +453,7 @@ class Session:
             return []  # this reducer does not know who is missing; another one may
         return self.calls.fail(operation, error, told_by=link)
 
-    def _goodbye(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        del header, payload
-        log.warning("reducer %s is shutting down", link.address)
-        return self.failover.draining(link)
-
-    def _ping(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
+    def _ping(self, link: Link, header: Header, payload: Buffer) -> None:
         self.flight.confirm(header.watermark)
         told = decode(Stragglers, payload) if payload else Stragglers(())
         self._roll_call.hear(link, told.missing, self._now)
@@ -527,24 +461,6 @@ class Session:
             raise RemoteProtocolError(f"the straggler, rank {told.straggler.rank}, does not exist")
         link.straggler = told.straggler
         self.flight.set_calm(link.index, not payload)
-        return []
-
-    def _credit(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        del payload
-        self._flow.grant(link.index, header.window)
-        return []
-
-    def _shard_map(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        del link, header
-        loss = decode(Loss, payload)
-        loss.check_epoch()
-        if loss.reducer == ALL_REDUCERS:
-            return self.failover.renew(loss.epoch, loss.sequence)
-        return self.failover.told(loss.reducer, Stage(loss.epoch, loss.stage), loss.incarnation)
-
-    def _retained(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
-        del payload
-        return list(self.failover.supply(link, header))
 
     def _stragglers(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         operation = self.calls.active.get(header.sequence)
@@ -553,9 +469,6 @@ class Session:
         missing = decode(Stragglers, payload).missing
         error = self._roll_call.answer(operation, link, missing, self._now)
         return [] if error is None else self.calls.fail(operation, error)
-
-    def _header(self, kind: MessageType) -> Header:
-        return self._identity._replace(type=kind, watermark=self.watermark)
 
 
 def _declined(error: ReductionError) -> bool:
