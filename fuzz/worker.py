@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fuzz.source import check
-from fuzz.twins import names
+from fuzz.twins import NAMES
 from worker_client.protocol.flight import (
     AddStreams,
     Connect,
@@ -73,7 +73,7 @@ class Workers:
     """Sessions of all implementations, in step."""
 
     def __init__(self, spec: JobSpec) -> None:
-        self.all = [Twin(name, spec) for name in names()]
+        self.all = [Twin(name, spec) for name in NAMES]
 
     @property
     def plain(self) -> Session:

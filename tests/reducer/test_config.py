@@ -16,7 +16,6 @@ from reducer import config as reducer_config
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.errors import ConfigError
-from reducer.server import Server
 from reducer.wire.constants import MAX_LANES
 from tests.commands import serving
 from tests.launch.conftest import bare_environment
@@ -108,7 +107,7 @@ def test_who_may_listen_beyond_this_machine(host, loopback, private):
     assert settings.bind == bind
     if not private:
         with pytest.raises(ConfigError, match="serves loopback and private networks"):
-            Server(settings)
+            settings.check_for_reference()
 
 
 def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch):

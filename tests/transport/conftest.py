@@ -6,17 +6,11 @@ from contextlib import ExitStack, closing
 import pytest
 import zmq
 
-from reducer.runtime import plain_transport
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
 from worker_client.client.compose import Composer
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime import implementation
-
-
-@pytest.fixture(params=["plain", "compiled"])
-def impl(request):
-    return request.param
 
 
 @pytest.fixture
@@ -27,7 +21,7 @@ def context():
 
 
 @pytest.fixture
-def joined(impl):
+def joined():
     """Make a client of rank 0 of 2 that has joined some reducers."""
     with ExitStack() as stack:
 
@@ -37,21 +31,18 @@ def joined(impl):
             # Who is scripted answers no heartbeats, and this machine may be busy.
             more = {"heartbeats": Heartbeats(patience_s=60.0), **more}
             spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
-            composer = Composer(implementation.select(impl), timeout_s, 5.0)
+            composer = Composer(implementation.select("compiled"), timeout_s, 5.0)
             with ThreadPoolExecutor(1) as thread:
                 client = thread.submit(composer.client, spec)
                 for reducer in pool:
                     reducer.welcome()
                 made = stack.enter_context(client.result(5))
-            assert made.impl == impl
             return made, pool
 
         yield make
 
 
 @pytest.fixture
-def post(impl, request, monkeypatch):
-    # Else libzmq closes connections that answer no heartbeats, and the guard need not.
-    monkeypatch.setattr(plain_transport, "heartbeats", lambda _: None)
+def post(request):
     with ExitStack() as stack:
-        yield Post(impl, getattr(request, "param", PATIENCE), stack)
+        yield Post(getattr(request, "param", PATIENCE), stack)

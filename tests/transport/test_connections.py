@@ -1,20 +1,13 @@
 """What the kernel tells of connections, and how one is ended."""
 
-import ctypes
 import socket
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 
 import psutil
 import pytest
-import zmq
 
 from reducer import tcp_connections
-from reducer.runtime.plain_transport import PlainTransport, make_context
-from reducer.wire.constants import HEADER_BYTES, LONGEST_PATIENCE_MS, MessageType
-from reducer.wire.header import Header
-from worker_client.protocol.plain_flight import PlainFlight
-from worker_client.runtime import plain_transport as workers
 
 
 @pytest.fixture
@@ -100,47 +93,3 @@ def test_what_is_no_connection_is_none(tmp_path):
             assert traffic(descriptor) is None
             assert not tcp_connections.end(descriptor, ("127.0.0.1", 1))
     assert psutil.Process().num_fds() < before + 50, "each of them kept one"
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """Return the only socket of libzmq's that was made of a kind."""
-    sockets, make = [], zmq.Context.socket
-
-    def note(context, *given):
-        sockets.append(make(context, *given))
-        return sockets[-1]
-
-    monkeypatch.setattr(zmq.Context, "socket", note)
-    return lambda kind: next(one for one in sockets if one.type == kind)
-
-
-def test_libzmq_is_told_the_limits(made, context):
-    limits = {"max_chunk_bytes": 1 << 20, "handshake_s": 0.25}
-    with closing(PlainTransport("tcp://127.0.0.1:0", context, **limits)):
-        assert made(zmq.ROUTER).maxmsgsize == (1 << 20) + HEADER_BYTES
-        assert made(zmq.ROUTER).handshake_ivl == 250
-
-
-def test_libzmq_ends_no_connection_for_a_silence_that_one_end_has_slept_through(made):
-    flight = PlainFlight(Header(MessageType.HELLO))
-    with closing(workers.PlainTransport(flight, io_threads=1)) as transport:
-        transport.connect("127.0.0.1:1")
-        dealer = made(zmq.DEALER)
-        assert (dealer.heartbeat_timeout, dealer.heartbeat_ttl) == (LONGEST_PATIENCE_MS, 0)
-
-
-def test_the_numbers_of_peers_do_not_begin_alike():
-    """A peer that knows libzmq's next number can abort a reducer; nothing else seeds rand()."""
-    found = set()
-    for _ in range(4):
-        ctypes.CDLL(None).srand(1)  # as in a new process
-        context = make_context(1)
-        transport = PlainTransport("tcp://127.0.0.1:0", context)
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.connect(f"tcp://127.0.0.1:{transport.port}")
-            dealer.send(b"x")
-            found |= {peer for peer, *_ in transport.receive(10.0)}
-        transport.close()
-        context.destroy(linger=0)
-    assert len(found) == 4

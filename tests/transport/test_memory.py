@@ -87,7 +87,6 @@ def test_shutting_down_gives_every_buffer_back(stalled):
 
 
 HOSTED, POOL = {0: 1}, {}  # rank 1 hosts the only reducer, or nobody does
-compiled = pytest.mark.parametrize("impl", ["compiled"])
 
 
 @pytest.fixture(params=[HOSTED, POOL], ids=["hosted", "of a pool"])
@@ -106,7 +105,6 @@ def half_read(client, reducer, data, **timeout):
 
 
 @pytest.mark.parametrize(("both", "early"), [(HOSTED, True), (POOL, False)], indirect=["both"])
-@compiled
 def test_only_what_no_other_reducer_may_need_is_in_its_place_before_it_is_whole(both, early):
     client, reducer = both
     data = ramp(CHUNK)
@@ -121,7 +119,6 @@ def test_only_what_no_other_reducer_may_need_is_in_its_place_before_it_is_whole(
     assert (work.wait(5) == 255).all()
 
 
-@compiled
 def test_nothing_is_read_into_a_buffer_that_the_caller_has_again(both):
     client, reducer = both
     data = ramp(CHUNK)

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import (
     MAX_CHUNK_BYTES,
     MAX_ROUNDS_AHEAD,
@@ -15,6 +14,7 @@ from reducer.wire.constants import (
 )
 from reducer.wire.header import Header
 from tests.engine.driven import operation
+from tests.engine.twins import IMPLEMENTATIONS as NAMES
 from tests.worker_client.flights import (
     IDENTITY,
     WINDOW,
