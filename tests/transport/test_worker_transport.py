@@ -16,7 +16,7 @@ from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
 from tests import inside
 from tests.engine.words import number
-from tests.transport.scripted import CHUNK, M, comes, meet, ramp
+from tests.transport.scripted import CHUNK, M, Reducer, comes, meet, ramp
 from tests.waits import within_s
 from tests.worker_client.flights import opened
 from worker_client.runtime import implementation
