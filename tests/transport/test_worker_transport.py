@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from hostile.zmtp import MORE, frame
@@ -16,10 +17,13 @@ from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
 from tests import inside
 from tests.engine.words import number
-from tests.transport.scripted import CHUNK, M, Reducer, comes, meet, ramp
-from tests.waits import within_s
+from tests.transport.scripted import CHUNK, MIB, M, Reducer, comes, meet, ramp
+from tests.waits import eventually, within_s
 from tests.worker_client.flights import opened
+from worker_client.protocol.plain_flight import PlainFlight
 from worker_client.runtime import implementation
+from worker_client.runtime.plain_transport import PlainTransport
+from worker_client.runtime.transport import Disconnected, Message
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, CHUNK, 3 * CHUNK + 5])
@@ -66,9 +70,56 @@ def test_a_call_wakes_the_loop_at_once(joined):
 
 
 @pytest.fixture
+def transport():
+    """A transport without a client."""
+    transport = PlainTransport(PlainFlight(Header(M.CONTRIBUTION)), io_threads=1)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
 def reducer():
     with contextlib.closing(Reducer()) as made:
         yield made
+
+
+def read(transport):
+    """Wait for a moment, and return what has happened."""
+    transport.wait(0.1)
+    return list(transport.events())
+
+
+def test_a_connection_that_ends_between_two_frames(transport, reducer):
+    """What was received still counts, wherever the reading is: libzmq looks at each 100th frame."""
+    transport.connect(reducer.address)
+    meet(transport, reducer)
+    for message in range(60):
+        reducer.say(Header(M.RESULT, sequence=message), b"payload")
+    time.sleep(0.2)  # all have come
+    transport.wait(0.0)
+    reading = iter(transport.events())
+    events = [next(reading) for _ in range(10)]
+    reducer.close()
+    time.sleep(0.2)  # libzmq's thread has noticed, and this one has not
+    events += reading
+    while not isinstance(events[-1], Disconnected):
+        events += read(transport)
+    messages = [event for event in events if isinstance(event, Message)]
+    assert [Header.unpack(message.header).sequence for message in messages] == list(range(60))
+    assert len(events) == 61
+
+
+def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(transport, reducer):
+    transport.connect(reducer.address)
+    meet(transport, reducer)
+    reducer.close()
+    time.sleep(0.2)
+    transport.send(0, Header(M.GOODBYE).pack(), np.zeros(MIB, np.uint8).data)
+    eventually(lambda: read(transport))
+    again = Reducer(port=int(reducer.address.split(":")[1]))
+    with contextlib.closing(again):
+        meet(transport, again)
+        assert again.hears_nothing(0.2)
 
 
 def test_a_ping_without_news_stays_in_the_loop(joined, monkeypatch):
