@@ -5,17 +5,19 @@ import json
 import re
 import resource
 import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
 
-from reducer import cli, kernels, units
+from reducer import cli, kernels, runtime, units
 from reducer import config as reducer_config
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
 from reducer.errors import ConfigError
+from reducer.server import Server
 from reducer.wire.constants import MAX_LANES
 from tests.commands import serving
 from tests.launch.conftest import bare_environment
@@ -297,3 +299,10 @@ def test_the_charts_schema_knows_the_settings():
     assert known["log_level"]["enum"] == [level.value for level in cli.LogLevel]
     assert known["log_format"]["enum"] == [form.value for form in cli.LogFormat]
     assert schema["threads"]["maximum"] == MAX_LANES
+
+
+def test_where_nothing_was_compiled_it_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reducer.runtime._loop", None)
+    monkeypatch.delattr(runtime, "_loop", raising=False)
+    with pytest.raises(ConfigError, match="was not built: install a C compiler"):
+        Server(reducer_config.load(bind="tcp://127.0.0.1:0"))
