@@ -346,5 +346,5 @@ def elements(seed: int, nbytes: int) -> bytes:
 
 
 def run(data: bytes) -> None:
-    """Let both implementations of a reducer live through one story."""
+    """Let both engines live through one story."""
     World(Source(data)).run()

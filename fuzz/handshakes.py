@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fuzz.headers import mutate
 from fuzz.source import Source, check
-from fuzz.twins import Twin, names
+from fuzz.twins import NAMES, Twin
 from reducer.errors import ReductionError, VersionError
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
@@ -26,7 +26,7 @@ ANEW = (b"\1one1", b"\1two2")  # a new connection has another name
 
 def run(data: bytes) -> None:
     """Let two ranks join with either implementation; what they and the reducer say is garbled."""
-    for name in names():
+    for name in NAMES:
         _Handshake(Source(data), name).run()
 
 

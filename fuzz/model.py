@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reducer.engine.jobs import Job
     from reducer.engine.limits import Limits
     from reducer.engine.slots import Member
+    from tests.twins.slots import Round
 
 _BODIES = {
     MessageType.CHALLENGE: Challenge,
@@ -172,8 +173,7 @@ class Model:
         held = dict.fromkeys(range(job.world_size), 0)
         open_ = self._open.get(job, {})
         for sequence in job.rounds:
-            round_ = job.rounds.get(sequence)
-            assert round_ is not None
+            round_ = cast("Round", job.rounds.get(sequence))
             for offset, slot in round_._slots.items():
                 chunk = open_.get((sequence, offset))
                 check(chunk is not None, f"slot {sequence, offset} has a contribution")

@@ -1,32 +1,33 @@
-"""Both implementations of an engine, given the same messages: their answers must be the same."""
+"""An engine with compiled slots and one with their oracle: their answers must be the same."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
 
 from fuzz.source import check
 from reducer import kernels
-from reducer.engine import jobs
+from reducer.engine import _slots, jobs
 from reducer.engine.engine import Engine
 from reducer.engine.limits import NO_LIMITS, Limits
-from reducer.errors import ConfigError
-from reducer.runtime import implementation
+from reducer.runtime._loop import Core
 from reducer.wire.constants import COMPILED_FEATURES, NONCE_DIGITS, MessageType
 from reducer.wire.header import Header
+from tests.twins import slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.engine.jobs import Job
     from reducer.engine.rounds import Send
-    from reducer.runtime._loop import Core
+    from reducer.engine.slots import SlotsModule
 
 Answers = dict[bytes, list[tuple[bytes, bytes]]]  # by peer: headers and payloads
+NAMES = ("plain", "compiled")  # the first one is looked into
 
 
 class Twin:
-    """One engine and, with the compiled implementation, the loop's part before it.
+    """One engine and, with compiled slots, the loop's part before it.
 
     Attributes:
         taken: messages that never reached the engine.
@@ -34,26 +35,21 @@ class Twin:
     """
 
     def __init__(self, name: str, memory_limit: int, limits: Limits = NO_LIMITS) -> None:
-        table = kernels.select("numpy" if name == "plain" else None)
-        chosen = implementation.select(name, table)
+        plain = name == "plain"
         self.name = name
         self.taken = 0
         self.resumed: list[tuple[bytes, bytes, int]] = []
         self._tickets = 0
         self.engine = Engine(
-            table,
-            chosen.slots,
+            kernels.select("numpy" if plain else None),
+            cast("SlotsModule", slots) if plain else _slots,
             memory_limit=memory_limit,
             incarnation="1",
             address="here:1",
             limits=limits,
             features=COMPILED_FEATURES,
         )
-        self._core: Core | None = None
-        if name == "compiled":
-            from reducer.runtime._loop import Core  # noqa: PLC0415 (is not there where nothing was built)
-
-            self._core = Core(self.engine)
+        self._core = None if plain else Core(self.engine)
 
     def receive(self, peer: bytes, frame: bytes, payload: bytes) -> list[Send]:
         """Take a message as a reducer's thread does."""
@@ -72,20 +68,11 @@ class Twin:
         return f"{self._tickets:0{NONCE_DIGITS}x}"
 
 
-def names() -> tuple[str, ...]:
-    """Return the implementations that there are here, the plain one first."""
-    try:
-        implementation.select("compiled", kernels.select())
-    except ConfigError:
-        return ("plain",)
-    return ("plain", "compiled")
-
-
 class Twins:
-    """Engines of all implementations, in step."""
+    """Both engines, in step."""
 
     def __init__(self, memory_limit: int, limits: Limits = NO_LIMITS) -> None:
-        self.all = [Twin(name, memory_limit, limits) for name in names()]
+        self.all = [Twin(name, memory_limit, limits) for name in NAMES]
 
     @property
     def plain(self) -> Engine:

@@ -24,7 +24,6 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     rounds: Annotated[int, typer.Option(help="Measurements of each kind, in turn.")] = 5,
     kinds: Annotated[str, typer.Option(help="Of hostility.")] = ",".join(TENANTS),
     memory_limit: Annotated[str, typer.Option(help="Of the reducer.")] = "1GiB",
-    impl: Annotated[str, typer.Option(help="Of the reducer: compiled or plain.")] = "compiled",
     encrypted: Annotated[
         bool, typer.Option("--keys", help="Every job has keys of its own, the hostile one too.")
     ] = False,
@@ -32,10 +31,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     """Measure, print a table, exit 1 if a result was wrong or a ratio above the bar."""
     (nbytes,) = options.sizes(size)
     acts = dict.fromkeys(kinds.split(","), 0)
-    serve = ("--memory-limit", memory_limit, "--impl", impl)
     with (
         company.keys_for("honest", "second", JOB) if encrypted else nullcontext() as keys,
-        company.reducer(*serve, keys=keys) as reducer,
+        company.reducer("--memory-limit", memory_limit, keys=keys) as reducer,
         company.job(reducer.address, "honest", ranks, nbytes, keys) as honest,
         company.job(reducer.address, "second", ranks, nbytes, keys) as second,
     ):

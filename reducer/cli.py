@@ -178,8 +178,30 @@ def serve(
     stop = threading.Event()
     if stop_at_eof:
         threading.Thread(target=_wait_for_eof, args=[stop], daemon=True).start()
+    if settings.impl == "plain":
+        _serve_reference(stop, settings, log_format)
+        log.info("stopped")
+        return
     counters = _serve_until(stop, settings, log_format)
     log.info("stopped", **{name: getattr(counters, name) for name in _COUNTED})
+
+
+def _serve_reference(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> None:
+    """Have the reference serve until a signal, or whoever else sets `stop`."""
+    from reducer import reference  # noqa: PLC0415 (with libzmq, which nothing else here needs)
+
+    settings.check_for_reference()
+    structlog.get_logger("reducer").warning(
+        "the reference reducer: one job, for loopback and private networks"
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    reference.serve(
+        settings.bind,
+        stop,
+        lambda address: _tell_caller(f"{READY}{address}", form),
+        io_threads=settings.io_threads,
+    )
 
 
 def _serve_until(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> Counters:

@@ -38,6 +38,7 @@ WORKER_SETTINGS = (
     *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience", "streams"),
     *("wait_for_reducers", "dump", "interface"),
 )
+_OF_REFERENCE = {"bind", "insecure", "impl", "kernel", "io_threads", "config"}
 KernelName = Literal["avx512", "avx2", "neon", "generic", "numpy"]
 ImplName = Literal["compiled", "plain"]
 Seconds = Annotated[
@@ -126,15 +127,15 @@ class ReducerConfig(BaseSettings):
     so on, or free ones if the port is 0. One moves about 15 Gbit/s."""
 
     io_threads: int = Field(default=1, ge=1, le=64)
-    """Threads of libzmq for each thread that serves, in the plain implementation."""
+    """Threads of libzmq in the reference reducer (``plain``); the compiled one has none."""
 
     cpus: Annotated[tuple[int, ...] | None, NoDecode] = None
-    """CPUs on which the serving threads and libzmq's may run, such as ``0-3,8``; by default all."""
+    """CPUs on which the serving threads may run, such as ``0-3,8``; by default all."""
 
     impl: ImplName | None = None
-    """``compiled`` or ``plain``: the loop that serves, by default the compiled one where it can
-    run. That takes kernels other than ``numpy``; both give the same results. The plain one listens
-    on loopback and private networks alone."""
+    """``compiled`` or ``plain``, by default the compiled one. ``plain`` is the reference reducer,
+    for conformance (docs/conformance.md): in Python, for one job, without keys and limits, on
+    loopback and private networks. It refuses settings that it does not know."""
 
     http: str | None = None
     """Where ``reducer serve`` answers probes, metrics and ``reducer status``: ``HOST:PORT``, or
@@ -174,6 +175,31 @@ class ReducerConfig(BaseSettings):
                 "--insecure if the network is private (or bind 127.0.0.1)"
             )
         return self
+
+    def check_for_reference(self) -> None:
+        """Refuse what the reference reducer cannot do.
+
+        Raises:
+            ConfigError: a setting demands it; the message names the setting.
+        """
+        for name, field in type(self).model_fields.items():
+            if name not in _OF_REFERENCE and getattr(self, name) != field.default:
+                raise ConfigError(
+                    f"{name}: the reference reducer (REDUCTION_IMPL=plain) has no such setting: "
+                    "leave it out, or use the compiled one"
+                )
+        if self.kernel not in {None, "numpy"}:
+            raise ConfigError(
+                f"kernel: the reference reducer (REDUCTION_IMPL=plain) sums with numpy, not "
+                f"{self.kernel}: leave it out, or use the compiled one"
+            )
+        if not units.is_private(self.bind):
+            raise ConfigError(
+                f"bind: the reference reducer (REDUCTION_IMPL=plain) serves loopback and private "
+                f"networks, and {self.bind} may be reached from elsewhere: bind the machine's "
+                "address in the private network, such as tcp://10.0.0.1:5555, or use the compiled "
+                "one"
+            )
 
     def limits(self) -> Limits:
         """Return what each thread admits."""

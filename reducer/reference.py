@@ -7,7 +7,7 @@ It shares no rule with the reducer that serves, and its sockets are libzmq's. Wh
 It has one thread, no keys [10], no features, no limits but those that protect other ranks, and no
 memory of jobs that have ended. So it is for conformance, on loopback and private networks:
 
-    python -m reducer.reference tcp://127.0.0.1:5555
+    reducer serve --impl plain
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +35,7 @@ from reducer.wire.layout import LARGEST_CHUNK, charge
 from reducer.wire.messages import Hello, Loss, Stragglers, decode, encode, encode_error
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable
 
 # -- what is here [5] -----------------------------------------------------------------------------
@@ -550,16 +549,21 @@ LAST_DATA_RECV = 52  # in Linux's tcp_info: for how many milliseconds nothing ha
 Lines = dict[bytes, tuple[socket.socket, float]]  # connections of peers, and since when
 
 
-def serve(bind: str, stop: threading.Event, ready: Callable[[str], object]) -> None:
+def serve(
+    bind: str, stop: threading.Event, ready: Callable[[str], object], io_threads: int = 1
+) -> None:
     """Serve at ``tcp://HOST:PORT`` until `stop` is set; `ready` is called with ``host:port``."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+    with zmq.Context(io_threads) as context, context.socket(zmq.ROUTER) as router:
         for option, value in (
             *((zmq.ROUTER_MANDATORY, 1), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 500)),
-            *((zmq.MAXMSGSIZE, 4 << 20), (zmq.HANDSHAKE_IVL, 5000)),
+            *((zmq.MAXMSGSIZE, 4 << 20), (zmq.HANDSHAKE_IVL, 5000), (zmq.IPV6, int("[" in bind))),
             *((zmq.HEARTBEAT_IVL, 200), (zmq.HEARTBEAT_TIMEOUT, 60_000)),
         ):
             router.setsockopt(option, value)
-        router.bind(bind)
+        try:
+            router.bind(bind)
+        except zmq.ZMQError as error:
+            raise errors.ConfigError(f"cannot listen on {bind}: {error.strerror}") from None
         address = router.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
         reducer, lines, end = Reducer(), Lines(), 0.0
         ready(address)
@@ -609,8 +613,3 @@ def _ends(peer: bytes, reducer: Reducer, lines: Lines, now: float) -> bool:
     info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     (silent_ms,) = struct.unpack_from("I", info, LAST_DATA_RECV)
     return bool(silent_ms > member.hello.patience_ms)
-
-
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        serve(sys.argv[1], threading.Event(), print)

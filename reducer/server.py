@@ -8,20 +8,19 @@ import secrets
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reducer import __version__, kernels
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Counters
 from reducer.errors import ConfigError
+from reducer.kernels.plain import PlainKernels
 from reducer.memory import memory_limit
 from reducer.monitoring.observer import Observer, StatusInbox
-from reducer.runtime import implementation
 from reducer.runtime.guard import LOOK_S, Guard
 from reducer.runtime.keyring import Reader, Refusals
 from reducer.timeline import LogEvents, Timeline
-from reducer.units import is_private
-from reducer.wire.constants import PLACES
+from reducer.wire.constants import COMPILED_FEATURES, PLACES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -30,9 +29,10 @@ if TYPE_CHECKING:
     from reducer.config import ReducerConfig
     from reducer.engine.jobs import EndedRound
     from reducer.engine.limits import Patience
-    from reducer.runtime.implementation import MakeLoop
+    from reducer.engine.slots import SlotsModule
+    from reducer.kernels import Kernels
+    from reducer.runtime import _loop
     from reducer.runtime.keyring import Keyring
-    from reducer.runtime.loop import Loop
     from reducer.runtime.transport import Transport
 
 DRAIN_S = 0.5  # for workers to take their last results: a Ctrl-C must end everything within 2 s
@@ -53,36 +53,29 @@ class Server:
     Attributes:
         address: ``host:port`` under which workers reach it (the port is known once it is built);
             they learn of its other threads' ports there.
-        context: what workers of this process need to reach it there: libzmq's, of the plain loop,
-            whose workers must be closed before `stop`; or else the `meet` of each thread's
+        context: what workers of this process need to reach it there: the `meet` of each thread's
             transport, by endpoint.
         lanes: the addresses of its threads.
         inproc: the endpoints at which they reach its threads without a socket, by their addresses.
         observer: reads its state, from any thread.
 
     Raises:
-        ConfigError: an endpoint cannot be bound, or not with the plain loop, or the kernel variant
-            or loop does not exist here.
+        ConfigError: an endpoint cannot be bound, or the kernel variant does not exist here, or
+            nothing was compiled, or the reference is asked for.
     """
 
     def __init__(
         self, config: ReducerConfig, keyring: Keyring | None = None, secret: bytes = b""
     ) -> None:
-        table = kernels.select(config.kernel)
-        chosen = implementation.select(config.impl, table)
-        make_transport: Callable[..., Transport] = chosen.transport
-        memory = memory_limit(config)
-        self.context: Any = {}
-        self._libzmq, self._gate = None, None
-        if chosen.name == "plain":
-            from reducer.runtime.plain_transport import make_context  # noqa: PLC0415 (with libzmq)
-            from reducer.runtime.zap import Gate  # noqa: PLC0415 (likewise)
-
-            _check_private(config.bind)
-            self.context = self._libzmq = make_context(
-                config.io_threads * config.threads, config.cpus
+        if config.impl == "plain":
+            raise ConfigError(
+                "impl: plain is the reference reducer, which `reducer serve` alone starts: unset "
+                "REDUCTION_IMPL where a rank hosts a reducer"
             )
-            self._gate = None if keyring is None else Gate(self._libzmq, keyring)
+        table = kernels.select(config.kernel)
+        slots, make_loop, make_transport = _compiled(table)
+        memory = memory_limit(config)
+        self.context: dict[str, Callable[[], object]] = {}
         self._keyring = keyring
         self._reader = None if keyring is None or not keyring.changes else Reader(keyring)
         transports: list[Transport] = []
@@ -105,10 +98,6 @@ class Server:
         except BaseException:
             for transport in transports:
                 transport.close()
-            if self._gate is not None:
-                self._gate.stop()
-            if self._libzmq is not None:
-                self._libzmq.destroy(linger=0)
             raise
         others = transports[1:]
         self.lanes = tuple(f"{host}:{transport.port}" for transport in transports)
@@ -124,7 +113,7 @@ class Server:
             _Lane(
                 Engine(
                     table,
-                    chosen.slots,
+                    slots,
                     memory_limit=memory // config.threads,
                     incarnation=incarnation,
                     address=f"{host}:{transport.port}",
@@ -132,11 +121,11 @@ class Server:
                     limits=config.limits(),
                     allowed=None if keyring is None else keyring.allowed,
                     secret=secret,
-                    features=chosen.features,
+                    features=COMPILED_FEATURES,
                 ),
                 transport,
                 config.patience(),
-                chosen.loop,
+                make_loop,
                 self._stopping,
                 self._hurry,
                 config.cpus,
@@ -154,7 +143,7 @@ class Server:
             address=self.address,
             incarnation=incarnation,
         )
-        log.info("serves with the %s loop and the %s kernels", chosen.name, table.name)
+        log.info("serves with the %s kernels", table.name)
 
     @property
     def counters(self) -> Counters:
@@ -169,8 +158,6 @@ class Server:
 
     def start(self) -> None:
         """Begin to serve."""
-        if self._gate is not None:
-            self._gate.start()
         if self._reader is not None:
             self._reader.start()
         for lane in self._lanes:
@@ -198,12 +185,8 @@ class Server:
         if self._timeline is not None:
             _OURS.removeHandler(self._events)
             self._timeline.close()
-        if self._gate is not None:
-            self._gate.stop()
         if self._reader is not None:
             self._reader.stop()
-        if self._libzmq is not None:
-            self._libzmq.destroy()
         failures = [lane.failure for lane in self._lanes]
         failures += [] if self._reader is None else [self._reader.failure]
         for failure in failures:
@@ -227,7 +210,7 @@ class _Lane(threading.Thread):
         engine: Engine,
         transport: Transport,
         patience: Patience,
-        make_loop: MakeLoop,
+        make_loop: type[_loop.Loop],
         stopping: threading.Event,
         hurry: threading.Event,
         cpus: tuple[int, ...] | None,
@@ -290,7 +273,7 @@ class _Lane(threading.Thread):
         finally:
             self._transport.close()
 
-    def _serve_last(self, loop: Loop, seconds: float, ends: Callable[[], bool]) -> None:
+    def _serve_last(self, loop: _loop.Loop, seconds: float, ends: Callable[[], bool]) -> None:
         """Serve the jobs that are left for at most so long."""
         end = time.monotonic() + seconds
         while self.engine.jobs and time.monotonic() < end and not ends():
@@ -298,7 +281,7 @@ class _Lane(threading.Thread):
             loop.step(LOOK_S)
             loop.send(self._guard.look(loop.clock.now()))
 
-    def _mind_keys(self, keyring: Keyring, loop: Loop) -> None:
+    def _mind_keys(self, keyring: Keyring, loop: _loop.Loop) -> None:
         """Go by the allow-list as it is now, and tell and count who was refused."""
         if (allowed := keyring.allowed) is not self._allowed:
             self._allowed = allowed
@@ -306,6 +289,28 @@ class _Lane(threading.Thread):
         refused = self._transport.refusals()
         self._refusals.note(refused)
         self.engine.counters.unauthenticated += len(refused)
+
+
+def _compiled(table: Kernels) -> tuple[SlotsModule, type[_loop.Loop], type[Transport]]:
+    """Return what a thread serves with: records of rounds, a loop and a transport.
+
+    Raises:
+        ConfigError: they were not built, or cannot call these kernels; the message says what to do.
+    """
+    try:
+        from reducer.engine import _slots  # noqa: PLC0415 (`reducer status` needs nothing compiled)
+        from reducer.runtime import _loop  # noqa: PLC0415
+        from reducer.runtime.transport import Transport  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError(
+            f"the reducer was not built: install a C compiler, then the package again ({error})"
+        ) from None
+    if isinstance(table, PlainKernels):
+        raise ConfigError(
+            "kernel: a reducer cannot call the numpy kernels: choose another variant, or the "
+            "reference reducer, whose sums they are, with --impl plain (REDUCTION_IMPL)"
+        )
+    return _slots, _loop.Loop, Transport
 
 
 def _open_timeline(directory: Path, address: str) -> Timeline:
@@ -332,21 +337,6 @@ def _show_rounds(timeline: Timeline, ended: Iterable[EndedRound]) -> None:
             ("summed", complete_s, done_s),
         )
         timeline.slice(job, name, (begun_s, done_s), args, parts)
-
-
-def _check_private(bind: str) -> None:
-    """Refuse to have libzmq listen where strangers are: one of its peers can abort the process.
-
-    Raises:
-        ConfigError: the address is not of a private network.
-    """
-    if not is_private(bind):
-        raise ConfigError(
-            f"the plain implementation serves loopback and private networks, and {bind} may be "
-            "reached from elsewhere: bind the machine's address in the private network, such as "
-            "tcp://10.0.0.1:5555, or use the compiled one (without --impl plain, --kernel numpy or "
-            "their variables; where nothing was compiled, install a C compiler, then the package)"
-        )
 
 
 def _endpoint(bind: str, lane: int) -> str:

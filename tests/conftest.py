@@ -9,12 +9,14 @@ import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from queue import Queue
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
 import reducer
+from reducer import reference
 from reducer.config import load
 from reducer.server import Server
 from tests.ranks import SETTINGS, Forked
@@ -148,6 +150,19 @@ def reducer_here(keys=None, **settings):
 
 
 @contextmanager
+def reference_here(stop=None):
+    """A reference reducer in a thread."""
+    stop, told = stop or threading.Event(), Queue()
+    thread = threading.Thread(target=reference.serve, args=("tcp://127.0.0.1:0", stop, told.put))
+    thread.start()
+    try:
+        yield told.get(timeout=20)
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
 def joined(world_size, **arguments):
     """All ranks of one job as clients in this process, each with its own thread and sockets."""
     arguments.setdefault("job", "a job")
@@ -201,40 +216,26 @@ def broken_pipes():
     signal.signal(signal.SIGPIPE, before)
 
 
-# The compiled implementation runs every scenario in `make test`. The plain one does so where the
-# two are compared: engines, sessions, flights and transports, whose tests have their own fixtures.
-@pytest.fixture(
-    scope="module",
-    params=["compiled", pytest.param("plain", marks=pytest.mark.extended("tests/engine/"))],
-)
-def impl(request):
-    """Make the test's workers and reducers plain, and then compiled ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REDUCTION_IMPL", request.param)
-        yield request.param
-
-
 @pytest.fixture(scope="module")
-def servers(impl):
+def pool():
     """Two real reducer processes."""
     with local_pool(2) as addresses:
         yield addresses
 
 
-@pytest.fixture(scope="module")
-def pool():
-    """Two real reducer processes, of the usual implementation."""
-    with local_pool(2) as addresses:
-        yield addresses
+@pytest.fixture
+def servers(pool):
+    """The pool, as `connect` calls it."""
+    return pool
 
 
 @pytest.fixture
-def job(servers, request):
+def job(pool, request):
     """Make jobs of real clients that share the module's pool."""
     with ExitStack() as stack:
 
         def make(world_size, **arguments):
-            arguments = {"servers": servers, "job": request.node.name[:100], **arguments}
+            arguments = {"servers": pool, "job": request.node.name[:100], **arguments}
             return stack.enter_context(joined(world_size, **arguments))
 
         yield make

@@ -18,7 +18,7 @@ FLOORS = {
     "_kernels": {"kernels", "wire", "errors"},
     "_slots": {"engine", "wire"},
     "_flight": {"wire", "zmtp"},
-    "_loop": {"engine", "kernels", "runtime", "wire", "zmtp"},
+    "_loop": {"clock", "engine", "kernels", "runtime", "wire", "zmtp"},
     "_keys": {"keyfiles", "zmtp"},
 }
 # ... and what those of the worker's client may take from it.

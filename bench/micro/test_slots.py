@@ -1,8 +1,7 @@
 """One chunk at a reducer, without a network: from the first rank's offer to the result for all.
 
-With the plain twin the engine takes the messages, with the compiled one the core of its loop, which
-first copies each payload into a message of libzmq's, as the network would. Both sum with the best
-kernels. `nbytes` are those of all contributions.
+The core of the loop takes the messages, and first copies each payload into a block of its own, as
+the network would. `nbytes` are those of all contributions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +13,10 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from reducer import kernels
+from reducer.engine import _slots
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Send
-from reducer.runtime import implementation
+from reducer.runtime._loop import Core
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
@@ -34,19 +34,14 @@ class Offer(NamedTuple):
     payload: bytes
 
 
-def receiver(impl: str, world_size: int) -> Callable[[bytes, bytes, bytes], Sequence[Send] | None]:
+def receiver(world_size: int) -> Callable[[bytes, bytes, bytes], Sequence[Send] | None]:
     """Return what takes the contributions of a job whose ranks have all joined."""
     table = kernels.select()
-    chosen = implementation.select(impl, table)
-    engine = Engine(table, chosen.slots, memory_limit=1 << 30, incarnation="1", address="here:1")
+    engine = Engine(table, _slots, memory_limit=1 << 30, incarnation="1", address="here:1")
     body = encode(Hello("job", world_size, reducers=1, reducer_index=0, chunk_bytes=1 << 20))
     for rank in range(world_size):
         hello = Header(MessageType.HELLO, job=JOB, rank=rank, window=4 << 20)
         engine.receive(name(rank), hello.pack(), body)
-    if impl == "plain":
-        return engine.receive
-    from reducer.runtime._loop import Core  # noqa: PLC0415 (may not be built)
-
     return Core(engine).offer
 
 
@@ -76,13 +71,12 @@ def offers(payloads: list[bytes]) -> Iterator[list[Offer]]:
         ]
 
 
-@pytest.mark.parametrize("impl", implementation.NAMES)
 @pytest.mark.parametrize("kib", [4, 512], ids=lambda kib: f"{kib}KiB")
 @pytest.mark.parametrize("ranks", [2, 8], ids=lambda ranks: f"{ranks}ranks")
-def test_offers_to_result(benchmark: BenchmarkFixture, ranks: int, kib: int, impl: str) -> None:
+def test_offers_to_result(benchmark: BenchmarkFixture, ranks: int, kib: int) -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((ranks, kib << 8), np.float32)
-    receive = receiver(impl, ranks)
+    receive = receiver(ranks)
     all_offers = offers([row.tobytes() for row in rows])
 
     def setup() -> tuple[tuple[list[Offer]], dict[str, object]]:

@@ -1,7 +1,7 @@
-"""Members, rounds and slots over the structs of `slots.h`; see `slots.py`, their plain twin.
+"""Members, rounds and slots over the structs of `slots.h`: what a reducer holds of all-reduces.
 
 The compiled loop works on the structs. What it leaves to the engine, the engine does through these
-classes: a `Round` is a view that is made when somebody asks for one.
+classes: a `Round` is a view that is made when somebody asks for one. `tests/twins` has an oracle.
 """
 
 from cpython.bytes cimport PyBytes_AsString
@@ -24,7 +24,15 @@ cdef extern from "Python.h":
     const int PyBUF_READ
 
 cdef class Member:
-    """One rank of a job; see `reducer.engine.slots.Member`."""
+    """One rank of a job, as the peer that speaks for it.
+
+    Attributes:
+        peer: the transport's name for its connection.
+        window: bytes it may have in flight here.
+        held: bytes of its window taken by contributions in open slots.
+        watermark: every all-reduce below this number is finished at the worker.
+        state: state of the link (`reducer.wire.states`).
+    """
 
     def __cinit__(self, bytes peer, header):
         self.peer = peer
@@ -74,7 +82,15 @@ cdef class Member:
 
 
 cdef class Slot:
-    """An open slot, for as long as its round keeps it; see `reducer.engine.slots.Slot`."""
+    """Contributions to one chunk, by rank, until all of them are in: a view, until that is so.
+
+    A rank that holds the result already, from a reducer that is lost, cannot contribute any more:
+    it claims so, and is asked for the result if others need it.
+
+    Attributes:
+        holders: ranks that hold the result.
+        asked: the one that was asked for it, or None.
+    """
 
     cdef slot *its
     cdef rounds *within
@@ -116,6 +132,7 @@ cdef class Slot:
         return self.its.asked if self.its.is_asked else None
 
     def ranks(self):
+        """Return the ranks whose contribution is here."""
         return self.with_state(PRESENT)
 
     cdef list with_state(self, int state):
@@ -126,7 +143,13 @@ cdef class Slot:
 
 
 cdef class Round:
-    """A view of one all-reduce; see `reducer.engine.slots.Round`."""
+    """A view of one all-reduce: what its first contribution settled, its open slots, its outcome.
+
+    Attributes:
+        first: header of the contribution that opened the round, None if an ABORT did.
+        error: why the round failed, or None.
+        open: number of slots that wait for contributions.
+    """
 
     cdef Rounds _of  # keeps the structs alive
     cdef round *its
@@ -154,10 +177,20 @@ cdef class Round:
         return at != NULL and not at.done
 
     def holds(self, offset, uint32_t rank):
+        """Whether this rank's contribution to the chunk at `offset` was counted before."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         return at != NULL and (at.done or at.payloads.present[rank])
 
     def place(self, header, payload):
+        """Put a contribution, the first of its rank to this chunk, into its slot.
+
+        Args:
+            header: the message's.
+            payload: its elements; None if the rank claims to hold the result.
+
+        Raises:
+            MismatchError: it contradicts what another rank contributed to this all-reduce.
+        """
         check_agreement(header, self.first)
         cdef slot *at = <slot *>map_get(&self.it().slots, header.offset)
         if at != NULL:
@@ -185,26 +218,35 @@ cdef class Round:
         return self._slot(at)
 
     def ask(self, offset, uint32_t rank):
+        """Take note that a holder was asked for the result of the chunk at `offset`."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         at.is_asked = True
         at.asked = rank
         round_touch(&self._of.its, self.it())
 
     def asked(self, offset):
+        """Return the slot at `offset` if its result was asked for."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         return self._slot(at) if at != NULL and not at.done and at.is_asked else None
 
     def finish(self, offset):
+        """Forget a slot whose result is on its way."""
         self.it().moments.done_us = self._of.its.now_us
         round_finish(&self._of.its, self.it(), <slot *>map_get(&self.it().slots, offset))
 
     def fail(self, error):
+        """Mark the round as failed, and `drop` its slots."""
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
         round_settle(&self._of.its, self.it())
         return self.drop()
 
     def drop(self):
+        """Drop the open slots.
+
+        Returns:
+            ``(rank, bytes)`` that each dropped contribution took of its rank's window.
+        """
         taken = []
         cdef Slot at
         for at in self._open_slots():
@@ -215,6 +257,7 @@ cdef class Round:
         return taken
 
     def missing_ranks(self):
+        """Return the ranks without which an open slot cannot be completed, 1024 at most."""
         slots = self._open_slots()
         missing = (rank for rank in range(self._of.its.world_size) if waits_for(slots, rank))
         return tuple(islice(missing, MAX_MISSING))
@@ -223,12 +266,17 @@ cdef class Round:
         return waits_for(self._open_slots(), rank)
 
     def left_since(self, rank):
+        """Return why a rank has gone, if it has since it said something about this round.
+
+        What it gave stays, but nothing more is taken from it, not even when it comes back.
+        """
         at, reason = self._of.latest_exit(rank)
         if at <= self.it().born:
             return None
         return reason if self.it().spoke[rank] or self._again.get(rank, (at, at))[0] < at else None
 
     def hear(self, uint32_t rank):
+        """Take note that a rank has said something about this round."""
         left, _ = self._of.latest_exit(rank)
         if left <= self.it().born:
             self.it().spoke[rank] = 1
@@ -237,6 +285,10 @@ cdef class Round:
             self._again[rank] = self._again.get(rank, (now, now))[0], now
 
     def untold(self):
+        """Return ranks that know of this round, but not of its error.
+
+        A rank that came back knows of neither.
+        """
         found = set()
         for rank in range(self._of.its.world_size):
             left, _ = self._of.latest_exit(rank)
@@ -249,6 +301,7 @@ cdef class Round:
         return found
 
     def tell(self, rank):
+        """Take note that a rank was sent the error."""
         self._told[rank] = self._of.its.exits
 
     cdef Slot _slot(self, slot *at):
@@ -284,22 +337,30 @@ cdef waits_of(const waits_t *found):
 
 
 cdef class Lateness:
-    """What is known of a job's ranks; see `reducer.engine.lateness.Lateness`."""
+    """How long the others have waited for each rank of a job."""
 
     cdef Rounds _of
 
     def turn(self):
+        """Begin a new span."""
         lateness_turn(&self._of.its.lateness, self._of.its.world_size)
 
     def all(self, int span, int cause):
+        """Return the waits for all ranks."""
         return waits_of(&self._of.its.lateness.all[span][cause])
 
     def waits(self, uint32_t rank, int span, int cause):
+        """Return the waits for one rank."""
         if self._of.its.lateness.ranks == NULL:
             return Waits()
         return waits_of(&self._of.its.lateness.ranks[rank].waits[span][cause])
 
     def us(self, bint lately):
+        """Return how long the others have waited for each rank, in microseconds.
+
+        Args:
+            lately: in the latest two spans; otherwise since the job began.
+        """
         cdef lateness_t *known = &self._of.its.lateness
         cdef uint32_t rank
         if known.ranks == NULL:
@@ -308,7 +369,15 @@ cdef class Lateness:
 
 
 cdef class Rounds:
-    """The rounds of one job, by sequence number; see `reducer.engine.slots.Rounds`."""
+    """The rounds of one job, by sequence number.
+
+    Attributes:
+        reserved: bytes that contributions and records of the job may take.
+        most: rounds that there may be.
+        now_us: when what is placed next has come, in microseconds of a monotonic clock.
+        lateness: of the ranks.
+        oldest: the least sequence number of a round, None if there is no round.
+    """
 
     def __cinit__(self, uint32_t world_size):
         self.its.pool = &self.its.own
@@ -357,15 +426,18 @@ cdef class Rounds:
         return heap_least(&self.its.order) if self.its.order.count else None
 
     def taken(self):
+        """Return the bytes that the records of all rounds take."""
         return rounds_taken(&self.its)
 
     def keep_times(self):
+        """Keep the times of rounds that end from now on, the first `MOST_TIMES` until taken."""
         self.its.ended = <round_times *>calloc(MOST_TIMES, sizeof(round_times))
         if self.its.ended == NULL:
             raise MemoryError
         self.its.ended_room = MOST_TIMES
 
     def take_times(self):
+        """Return the times of the rounds that have ended since the last call."""
         cdef moments *at
         found = []
         for place in range(self.its.ended_count):
@@ -394,6 +466,7 @@ cdef class Rounds:
         return None if found == NULL else self._view(found)
 
     def live(self):
+        """Return the rounds that have not failed, by their sequence numbers."""
         found = []
         cdef round *at = self.its.latest
         while at != NULL:
@@ -402,6 +475,7 @@ cdef class Rounds:
         return sorted(found)
 
     def between(self, low, high):
+        """Return those of them that have these numbers, or one in between."""
         found = []
         cdef uint64_t first = low, last = high, number
         cdef round *at
@@ -419,6 +493,11 @@ cdef class Rounds:
         return sorted(found)
 
     def waiting_for(self, rank):
+        """Return those that lack a rank and have not failed, though it has left.
+
+        Each is looked at once for each thing that could have made it so: what a rank's leaving
+        costs does not grow with what it leaves alone.
+        """
         cdef uint64_t since = self._swept.get(rank, 0)
         self._swept[rank] = self.its.touches
         found = []
@@ -431,13 +510,16 @@ cdef class Rounds:
         return sorted(found)
 
     def leave(self, rank, reason):
+        """Take note that a rank has left."""
         self.its.exits += 1
         self._left[rank] = self.its.exits, reason
 
     def latest_exit(self, rank):
+        """Return when a rank has left last, in exits, and why; 0 if it never has."""
         return self._left.get(rank, (0, None))
 
     def open(self, sequence, first):
+        """Begin a round, with the contribution that opens it if one does."""
         cdef bytes frame = b"" if first is None else first.pack()
         cdef const header_t *header = <const header_t *>PyBytes_AsString(frame) if frame else NULL
         cdef round *opened = rounds_open(&self.its, sequence, header)
@@ -446,6 +528,7 @@ cdef class Rounds:
         return self._view(opened)
 
     def discard_oldest(self):
+        """Forget the round with the least sequence number."""
         sequence = self.oldest
         if sequence is None:
             raise KeyError

@@ -8,8 +8,7 @@ of them, and has cost the others 30 ms. So a wait costs as much as its longest c
 If the rank falls behind in the middle of a buffer, its contributions take longer than those of the
 others: its link is slow, or it lacks processor time to send. How far the others would be, who stop
 when their windows are full, nobody can tell: of such waits the cost is a lower bound. A rank that
-is behind from the buffer's beginning was busy with something else. `lateness.h` has the same for
-the compiled slots.
+is behind from the buffer's beginning was busy with something else. `lateness.h` counts them.
 """
 
 from __future__ import annotations
@@ -18,14 +17,16 @@ import math
 import operator
 from enum import IntEnum
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.wire.messages import Straggler
+
+if TYPE_CHECKING:
+    from reducer.engine import _slots
 
 BUCKETS = 64  # of a quarter of an octave, so that a bucket's middle is right to a tenth
 OCTAVES = 14
 MIDDLES_S = tuple(0.001 * 2 ** ((bucket - 0.5) / 4) for bucket in range(BUCKETS))  # geometric
-EDGES_US = (1000, 1189, 1414, 1682)  # where the first four end; the next four, at twice that
 SPAN_S = 5.0  # at least; the latest two are looked at together
 LONGEST_SPAN_S = 300.0  # until there are enough waits
 LEAST_WAITS = 8  # that say something about a rank
@@ -118,14 +119,6 @@ class Waits(NamedTuple):
         return sum(self.buckets[bucket:])
 
 
-def bucket_of(us: int) -> int:
-    """Return the bucket of a wait."""
-    bucket = 0
-    while bucket < BUCKETS - 1 and us >= EDGES_US[bucket % 4] << bucket // 4:
-        bucket += 1
-    return bucket
-
-
 class RankWaits(NamedTuple):
     """How long the others have waited for a rank since the job began, by cause."""
 
@@ -134,104 +127,7 @@ class RankWaits(NamedTuple):
     slow: Waits
 
 
-class _Counts:
-    """Waits that are being counted."""
-
-    def __init__(self) -> None:
-        self.us = 0
-        self.buckets = [0] * BUCKETS
-
-    def add(self, us: int) -> None:
-        self.us += us
-        self.buckets[bucket_of(us)] += 1
-
-    def told(self) -> Waits:
-        return Waits(self.us, tuple(self.buckets))
-
-
-class _Rank:
-    """What is known of a rank; `lateness.h` explains the names."""
-
-    def __init__(self) -> None:
-        self.heard_in = -1
-        self.until_us = 0
-        self.cost_us = [0, 0]
-        self.waits = [[_Counts() for _ in Cause] for _ in Span]
-
-
-class Lateness:
-    """What is known of a job's ranks.
-
-    Args:
-        world_size: number of ranks.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._ranks: dict[int, _Rank] = {}  # that have been heard
-        self._all = [[_Counts() for _ in Cause] for _ in Span]
-
-    def hear(self, rank: int, sequence: int, now_us: int, alone_us: int) -> None:
-        """Count a contribution, and the wait for it if there was one.
-
-        Args:
-            rank: whose.
-            sequence: of the all-reduce.
-            now_us: when it has come, in microseconds of a monotonic clock.
-            alone_us: since when its chunk has waited for this rank alone; 0 if it still waits for
-                others.
-        """
-        its = self._ranks.get(rank)
-        if its is None:
-            its = self._ranks[rank] = _Rank()
-        if alone_us != 0:
-            goes_on = sequence == its.heard_in
-            if alone_us > its.until_us and not goes_on:
-                self._close(its)
-            cause = Cause.SLOW if goes_on else Cause.LATE
-            its.cost_us[cause] += max(0, now_us - alone_us - sum(its.cost_us))
-            its.until_us = now_us
-        its.heard_in = sequence
-
-    def _close(self, its: _Rank) -> None:
-        late, slow = its.cost_us
-        us = late + slow
-        if us == 0:
-            return
-        cause = Cause.LATE if late >= slow else Cause.SLOW
-        for spans in (its.waits, self._all):
-            for span in (Span.NOW, Span.EVER):
-                spans[span][cause].add(us)
-        its.cost_us = [0, 0]
-
-    def turn(self) -> None:
-        """Begin a new span."""
-        for spans in (self._all, *(one.waits for one in self._ranks.values())):
-            spans[Span.BEFORE], spans[Span.NOW] = spans[Span.NOW], [_Counts() for _ in Cause]
-
-    def all(self, span: Span, cause: Cause) -> Waits:
-        """Return the waits for all ranks."""
-        return self._all[span][cause].told()
-
-    def waits(self, rank: int, span: Span, cause: Cause) -> Waits:
-        """Return the waits for one rank."""
-        its = self._ranks.get(rank)
-        return Waits() if its is None else its.waits[span][cause].told()
-
-    def us(self, lately: bool) -> list[int]:
-        """Return how long the others have waited for each rank, in microseconds.
-
-        Args:
-            lately: in the latest two spans; otherwise since the job began.
-        """
-        spans = LATELY if lately else (Span.EVER,)
-        lost = [0] * self._world_size if self._ranks else []
-        for rank, its in self._ranks.items():
-            lost[rank] = sum(its.waits[at][why].us for at in spans for why in Cause)
-        return lost
-
-
-def costliest(lateness: Lateness, most: int) -> tuple[RankWaits, ...]:
+def costliest(lateness: _slots.Lateness, most: int) -> tuple[RankWaits, ...]:
     """Return the ranks for which the others have waited most since the job began."""
     lost = lateness.us(lately=False)
     ranks = nsmallest(most, range(len(lost)), key=lambda rank: (-lost[rank], rank))
@@ -242,7 +138,7 @@ def costliest(lateness: Lateness, most: int) -> tuple[RankWaits, ...]:
     )
 
 
-def long_waits(lateness: Lateness) -> int:
+def long_waits(lateness: _slots.Lateness) -> int:
     """Return how many waits there were since the latest turn, but for short ones."""
     waits = max((lateness.all(Span.NOW, cause) for cause in Cause), key=lambda one: one.us)
     return waits.above(waits.long)
@@ -255,7 +151,7 @@ def least_waits(world_size: int) -> int:
 
 
 def straggler(
-    lateness: Lateness, world_size: int, seconds: float, named: int | None = None
+    lateness: _slots.Lateness, world_size: int, seconds: float, named: int | None = None
 ) -> Straggler | None:
     """Return the rank that the others wait for again and again, if there is one.
 
@@ -291,7 +187,7 @@ def straggler(
     return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, its.median_s(long))
 
 
-def _lately(lateness: Lateness, rank: int | None, cause: Cause) -> Waits:
+def _lately(lateness: _slots.Lateness, rank: int | None, cause: Cause) -> Waits:
     now, before = (
         lateness.all(span, cause) if rank is None else lateness.waits(rank, span, cause)
         for span in LATELY
@@ -329,7 +225,7 @@ class Watch:
         self._turns: tuple[float, ...] = ()  # when the two latest spans began
         self._apart_s = 0.0  # a wait and the next one, in the span before
 
-    def look(self, lateness: Lateness, world_size: int, now: float) -> Straggler | None:
+    def look(self, lateness: _slots.Lateness, world_size: int, now: float) -> Straggler | None:
         """Look, if it is time; return the straggler if its rank or cause is not the latest one's.
 
         Args:

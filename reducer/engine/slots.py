@@ -1,41 +1,37 @@
-"""Members, rounds and slots: what a reducer holds of the all-reduces in flight (sans I/O).
+"""What a reducer counts for the all-reduces in flight, and what it compares (sans I/O).
 
 A round is one all-reduce as this reducer sees it; a slot is one of its chunks while contributions
-are still missing. `_slots.pyx` has the same classes over C structs, for the compiled loop.
+are still missing. `_slots.pyx` keeps both, in the structs of `slots.h`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
-from reducer.engine.lateness import Lateness
 from reducer.errors import MismatchError
-from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, ReduceOp
-from reducer.wire.layout import charge
-from reducer.wire.states import LinkState
+from reducer.wire.constants import PLACES, DType, ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from reducer.engine import _slots
+    from reducer.wire.header import Header
 
-    from reducer.errors import RankLostError, ReductionError
-    from reducer.wire.header import Buffer, Header
+    # By these names the engine's annotations know what `_slots` has.
+    Member: TypeAlias = _slots.Member
+    Slot: TypeAlias = _slots.Slot
+    Round: TypeAlias = _slots.Round
+    Rounds: TypeAlias = _slots.Rounds
 
 
 # Bytes that the records of an all-reduce take besides payloads, counted generously; `slots.h` says
 # the same. RANK_BYTES: of a round, for each rank; LATENESS_BYTES: of a job, for each rank.
-ROUND_BYTES, SLOT_BYTES, PLACE_BYTES, DONE_BYTES = 640, 256, 72, 192
+ROUND_BYTES, SLOT_BYTES, PLACE_BYTES = 640, 256, 72
 RANK_BYTES, LATENESS_BYTES = 1, 1616
-# Of a record of payloads that waits for the next slot, and of it for each rank.
-SPARE_RECORD_BYTES, SPARE_RANK_BYTES = 48, 9
 MOST_TIMES = 4096  # of rounds of a job that have ended, until somebody takes them
 MAX_MISSING = 1024  # ranks that are named; to look for all of a huge job would take too long
 
 
 class SlotsModule(Protocol):
-    """What this module and its compiled twin both provide."""
+    """What makes members and rounds for an engine: `_slots`, or its oracle in tests."""
 
     def Member(self, peer: bytes, header: Header) -> Member:  # noqa: N802 (a class)
         """Return a new member."""
@@ -67,384 +63,6 @@ class RoundTimes(NamedTuple):
     chunks: int
     first_rank: int
     last_rank: int
-
-
-_NOTHING = RoundTimes(-1, 0, 0, 0, 0, 0, 0, 0, 0)
-
-
-class Member:
-    """One rank of a job, as the peer that speaks for it.
-
-    Attributes:
-        peer: the transport's name for its connection.
-        window: bytes it may have in flight here.
-        held: bytes of its window taken by contributions in open slots.
-        watermark: every all-reduce below this number is finished at the worker.
-        state: state of the link (`reducer.wire.states`).
-    """
-
-    __slots__ = ("held", "peer", "rank", "state", "watermark", "window")
-
-    def __init__(self, peer: bytes, header: Header) -> None:
-        self.peer = peer
-        self.rank = header.rank
-        self.window = header.window
-        self.held = 0
-        self.watermark = header.watermark
-        self.state = LinkState.MEMBER
-
-
-class Slot:
-    """Contributions to one chunk, by rank, until all of them are in.
-
-    A rank that holds the result already, from a reducer that is lost, cannot contribute any more:
-    it claims so, and is asked for the result if others need it.
-
-    Attributes:
-        holders: ranks that hold the result.
-        asked: the one that was asked for it, or None.
-        alone_us: since when it waits for one rank alone, 0 for not yet.
-    """
-
-    __slots__ = ("alone_us", "asked", "first_rank", "holders", "missing", "nbytes", "payloads")
-
-    def __init__(self, header: Header, world_size: int) -> None:
-        self.nbytes = header.nbytes
-        self.first_rank = header.rank
-        self.missing = world_size
-        self.payloads: list[Buffer | None] = [None] * world_size
-        self.holders: list[int] = []
-        self.asked: int | None = None
-        self.alone_us = 0
-
-    def ranks(self) -> Iterator[int]:
-        """Ranks whose contribution is here."""
-        return (rank for rank, payload in enumerate(self.payloads) if payload is not None)
-
-
-@dataclass(slots=True)
-class Tally:
-    """What the rounds of a job hold in all.
-
-    Attributes:
-        open: slots that wait for contributions.
-        most: of these, at a time.
-        missing: contributions that these wait for.
-        done: slots whose result is on its way, until their round is forgotten.
-    """
-
-    open: int = 0
-    most: int = 0
-    missing: int = 0
-    done: int = 0
-
-
-class Round:
-    """One all-reduce: what its first contribution settled, its open slots, its outcome.
-
-    Attributes:
-        first: header of the contribution that opened the round, None if an ABORT did.
-        error: why the round failed, or None.
-        times: when what happened to it so far, if that is kept.
-        touched: which change of a round was the latest that could make this one lack a rank.
-    """
-
-    __slots__ = (
-        *("_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
-        *("_world_size", "error", "first", "times", "touched"),
-    )
-
-    def __init__(self, sequence: int, first: Header | None, of: Rounds) -> None:
-        self.first = first
-        self.error: ReductionError | None = None
-        self.touched = 0
-        self.times = _NOTHING
-        self._sequence = sequence
-        self._of = of
-        self._tally = of.tally
-        self._world_size = of.world_size
-        self._slots: dict[int, Slot] = {}
-        self._done: set[int] = set()  # offsets whose result was sent
-        # In exits: when ranks have said something, first and last, and were sent the error.
-        self._spoke: dict[int, tuple[int, int]] = {}
-        self._told: dict[int, int] = {}
-
-    @property
-    def open(self) -> int:
-        """Number of slots that wait for contributions."""
-        return len(self._slots)
-
-    def is_open(self, offset: int) -> bool:
-        """Whether the chunk at `offset` waits for contributions."""
-        return offset in self._slots
-
-    def place(self, header: Header, payload: Buffer | None) -> Slot:
-        """Put a contribution, the first of its rank to this chunk, into its slot.
-
-        Args:
-            header: the message's.
-            payload: its elements; None if the rank claims to hold the result.
-
-        Raises:
-            MismatchError: it contradicts what another rank contributed to this all-reduce.
-        """
-        check_agreement(header, self.first)
-        slot = self._slots.get(header.offset)
-        if slot is None:
-            slot = self._slots[header.offset] = Slot(header, self._world_size)
-            self._tally.open += 1
-            self._tally.most = max(self._tally.most, self._tally.open)
-            self._tally.missing += self._world_size
-            self._of.touch(self._sequence)
-        check_size(header, slot.first_rank, slot.nbytes)
-        if payload is None:
-            slot.holders.append(header.rank)
-        else:
-            slot.payloads[header.rank] = payload
-        slot.missing -= 1
-        self._tally.missing -= 1
-        if payload is not None:
-            alone_us = slot.alone_us if slot.missing == 0 and not slot.holders else 0
-            now_us = self._of.now_us
-            self._of.lateness.hear(header.rank, self._sequence, now_us, alone_us)
-            if self._of.keeps_times:
-                self.times = _noted(self.times, slot, header.rank, now_us)
-            if slot.missing == 1:
-                slot.alone_us = now_us
-        return slot
-
-    def ask(self, offset: int, rank: int) -> None:
-        """Take note that a holder was asked for the result of the chunk at `offset`."""
-        self._slots[offset].asked = rank
-        self._of.touch(self._sequence)
-
-    def asked(self, offset: int) -> Slot | None:
-        """Return the slot at `offset` if its result was asked for."""
-        slot = self._slots.get(offset)
-        return None if slot is None or slot.asked is None else slot
-
-    def holds(self, offset: int, rank: int) -> bool:
-        """Whether this rank's contribution to the chunk at `offset` was counted before."""
-        slot = self._slots.get(offset)
-        return offset in self._done or (slot is not None and not _waits(slot, rank))
-
-    def finish(self, offset: int) -> None:
-        """Forget a slot whose result is on its way."""
-        self._close(self._slots.pop(offset))
-        if self._of.keeps_times:
-            self.times = self.times._replace(done_us=self._of.now_us)
-        self._done.add(offset)
-        self._tally.done += 1
-
-    def fail(self, error: ReductionError) -> Iterator[tuple[int, int]]:
-        """Mark the round as failed and drop its slots.
-
-        Returns:
-            ``(rank, bytes)`` that each dropped contribution took of its rank's window.
-        """
-        self.error = error
-        error.__traceback__ = None  # its frames would keep the payloads
-        self._of.settle(self._sequence)
-        return self.drop()
-
-    def drop(self) -> Iterator[tuple[int, int]]:
-        """Drop the slots that are open; returns what `fail` does."""
-        slots, self._slots = self._slots, {}
-        for slot in slots.values():
-            self._close(slot)
-        return ((rank, charge(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
-
-    def _close(self, slot: Slot) -> None:
-        self._tally.open -= 1
-        self._tally.missing -= slot.missing
-
-    def forget(self) -> None:
-        """Take the records off the tally: the round ends."""
-        self.drop()
-        self._tally.done -= len(self._done)
-
-    def missing_ranks(self) -> tuple[int, ...]:
-        """Ranks without which an open slot cannot be completed, 1024 at most."""
-        missing = (rank for rank in range(self._world_size) if self.waits_for(rank))
-        return tuple(islice(missing, MAX_MISSING))
-
-    def waits_for(self, rank: int) -> bool:
-        """Whether an open slot waits for this rank."""
-        slots = self._slots.values()
-        return any(_waits(slot, rank) or slot.asked == rank for slot in slots)
-
-    def left_since(self, rank: int) -> RankLostError | None:
-        """Return why a rank has gone, if it has since it said something about this round.
-
-        What it gave stays, but nothing more is taken from it, not even when it comes back.
-        """
-        at, reason = self._of.latest_exit(rank)
-        return reason if self._spoke.get(rank, (at, at))[0] < at else None
-
-    def hear(self, rank: int) -> None:
-        """Take note that a rank has said something about this round."""
-        now = self._of.exits
-        self._spoke[rank] = self._spoke.get(rank, (now, now))[0], now
-
-    def untold(self) -> set[int]:
-        """Ranks that know of this round, but not of its error; who came back knows of neither."""
-        left = {rank: self._of.latest_exit(rank)[0] for rank in self._spoke}
-        return {
-            rank
-            for rank, (_, at) in self._spoke.items()
-            if at >= left[rank] and self._told.get(rank, -1) < left[rank]
-        }
-
-    def tell(self, rank: int) -> None:
-        """Take note that a rank was sent the error."""
-        self._told[rank] = self._of.exits
-
-
-class Rounds:
-    """The rounds of one job, by sequence number.
-
-    Args:
-        world_size: number of ranks of the job.
-
-    Attributes:
-        reserved: bytes that contributions and records of the job may take.
-        most: rounds that there may be.
-        exits: how often a rank has left the job.
-        now_us: when what is placed next has come, in microseconds of a monotonic clock.
-        keeps_times: whether `take_times` is asked.
-        lateness: of the ranks.
-    """
-
-    def __init__(self, world_size: int) -> None:
-        self.reserved = 0
-        self.now_us = 0
-        self.lateness = Lateness(world_size)
-        self.most = NO_SEQUENCE
-        self.exits = 0
-        self.world_size = world_size
-        self.tally = Tally()
-        self._rounds: dict[int, Round] = {}
-        self._order: list[int] = []  # a heap of their sequence numbers
-        self._live: dict[int, Round] = {}  # those that have not failed, the latest touched last
-        self._touches = 0
-        self._left: dict[int, tuple[int, RankLostError]] = {}  # by rank, when it left last, and why
-        self._swept: dict[int, int] = {}  # by rank, the latest touch that `waiting_for` has seen
-        self.keeps_times = False
-        self._ended: list[RoundTimes] = []
-
-    def keep_times(self) -> None:
-        """Keep the times of rounds that end from now on, the first `MOST_TIMES` until taken."""
-        self.keeps_times = True
-
-    def take_times(self) -> list[RoundTimes]:
-        """Return the times of the rounds that have ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def taken(self) -> int:
-        """Return the bytes that the records of all rounds take."""
-        rounds = len(self._rounds) * (ROUND_BYTES + self.world_size * RANK_BYTES)
-        waiting = self.tally.open * SLOT_BYTES + self.tally.missing * PLACE_BYTES
-        lateness = self.world_size * LATENESS_BYTES if self._touches else 0
-        # The compiled twin keeps as many records of payloads as it has needed at a time.
-        spare = (self.tally.most - self.tally.open) * (
-            SPARE_RECORD_BYTES + self.world_size * SPARE_RANK_BYTES
-        )
-        return lateness + rounds + waiting + self.tally.done * DONE_BYTES + spare
-
-    @property
-    def oldest(self) -> int | None:
-        """The least sequence number of a round, None if there is no round."""
-        return self._order[0] if self._order else None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(tuple(self._rounds))
-
-    def __len__(self) -> int:
-        return len(self._rounds)
-
-    def get(self, sequence: int) -> Round | None:
-        """Return the round of an all-reduce, if there is one."""
-        return self._rounds.get(sequence)
-
-    def live(self) -> list[tuple[int, Round]]:
-        """Return the rounds that have not failed, by their sequence numbers."""
-        return sorted(self._live.items())
-
-    def between(self, low: int, high: int) -> list[tuple[int, Round]]:
-        """Return those of them that have these numbers, or one in between."""
-        if high - low < len(self._live):
-            numbers = range(low, high + 1)
-            return [(at, found) for at in numbers if (found := self._live.get(at)) is not None]
-        return [(at, found) for at, found in self.live() if low <= at <= high]
-
-    def waiting_for(self, rank: int) -> list[tuple[int, Round]]:
-        """Return those that lack a rank and have not failed, though it has left.
-
-        Each is looked at once for each thing that could have made it so: what a rank's leaving
-        costs does not grow with what it leaves alone.
-        """
-        since, self._swept[rank] = self._swept.get(rank, 0), self._touches
-        found = []
-        for sequence, round_ in reversed(self._live.items()):
-            if round_.touched <= since:
-                break
-            if round_.waits_for(rank):
-                found.append((sequence, round_))
-        return sorted(found)
-
-    def leave(self, rank: int, reason: RankLostError) -> None:
-        """Take note that a rank has left."""
-        self.exits += 1
-        self._left[rank] = self.exits, reason
-
-    def latest_exit(self, rank: int) -> tuple[int, RankLostError | None]:
-        """Return when a rank has left last, in exits, and why; 0 if it never has."""
-        return self._left.get(rank, (0, None))
-
-    def touch(self, sequence: int) -> None:
-        """Take note that a round may lack a rank from now on."""
-        self._touches += 1
-        round_ = self._live.pop(sequence)
-        round_.touched = self._touches
-        self._live[sequence] = round_
-
-    def settle(self, sequence: int) -> None:
-        """Take note that a round has failed."""
-        self._live.pop(sequence, None)
-
-    def open(self, sequence: int, first: Header | None) -> Round:
-        """Begin a round, with the contribution that opens it if one does."""
-        round_ = self._rounds[sequence] = self._live[sequence] = Round(sequence, first, self)
-        self.touch(sequence)
-        heappush(self._order, sequence)
-        return round_
-
-    def discard_oldest(self) -> None:
-        """Forget the round with the least sequence number."""
-        sequence = heappop(self._order)
-        self.settle(sequence)
-        round_ = self._rounds.pop(sequence)
-        if len(self._ended) < MOST_TIMES and round_.times.begun_us:
-            self._ended.append(round_.times._replace(sequence=sequence))
-        round_.forget()
-
-
-def _noted(times: RoundTimes, slot: Slot, rank: int, now_us: int) -> RoundTimes:
-    """Return a round's times once a contribution has come, of which the slot knows already."""
-    if not times.begun_us:
-        times = times._replace(begun_us=now_us, first_rank=rank)
-    if slot.missing or slot.holders:
-        return times
-    times = times._replace(chunks=times.chunks + 1, nbytes=times.nbytes + slot.nbytes)
-    alone_us = slot.alone_us or now_us
-    if times.complete_us and now_us - alone_us <= times.complete_us - times.alone_us:
-        return times
-    return times._replace(alone_us=alone_us, complete_us=now_us, last_rank=rank)
-
-
-def _waits(slot: Slot, rank: int) -> bool:
-    return slot.payloads[rank] is None and rank not in slot.holders
 
 
 def check_agreement(header: Header, first: Header | None) -> None:

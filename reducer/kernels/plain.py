@@ -1,4 +1,4 @@
-"""The kernels in NumPy: used where the compiled ones are missing, and the oracle of their tests."""
+"""The kernels in NumPy: the oracle of the compiled ones, with which the reference reducer sums."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from reducer.clock import ServingTime
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Send
-from reducer.runtime import loop
-from reducer.runtime.compiled_transport import CompiledTransport
+from reducer.runtime.transport import Transport
 from reducer.wire.header import Buffer
 
 class Core:
-    def __init__(self, engine: Engine, transport: CompiledTransport | None = None) -> None: ...
+    def __init__(self, engine: Engine, transport: Transport | None = None) -> None: ...
     def offer(self, peer: bytes, frame: bytes, payload: bytes) -> list[Send] | None: ...
 
 class Sockets:
@@ -31,4 +31,8 @@ class Sockets:
     def hang_up(self, number: int) -> bool: ...
     def unfinished(self) -> int: ...
 
-class Loop(loop.Loop): ...
+class Loop:
+    clock: ServingTime
+    def __init__(self, engine: Engine, transport: Transport) -> None: ...
+    def step(self, timeout_s: float) -> None: ...
+    def send(self, sends: Iterable[Send]) -> None: ...

@@ -1,4 +1,7 @@
-"""The compiled loop of a reducer's thread; see `loop.py`, its plain twin, and `loop.h`."""
+"""The loop of a reducer's thread: what arrives goes to the engine, what it answers is sent.
+
+`loop.c` takes healthy contributions by itself and without the GIL; see `loop.h`.
+"""
 
 cimport cython
 from cpython.bytes cimport PyBytes_AsString
@@ -40,9 +43,9 @@ from reducer.zmtp.net cimport (
 import sys
 import time
 
+from reducer.clock import ServingTime
 from reducer.engine.allow_list import LOCAL
 from reducer.engine.limits import TAKEN_PER_LOOK
-from reducer.runtime.loop import Loop as PlainLoop
 from reducer.engine.rounds import Send
 from reducer.wire.constants import TYPE_AT, MessageType
 from reducer.wire.header import Header
@@ -460,16 +463,37 @@ cdef class Core:
         self.its.crowded_out = 0
 
 
-class Loop(PlainLoop):
-    """Joins one engine and one transport; see `reducer.runtime.loop.Loop`."""
+class Loop:
+    """Joins one engine and one transport. One thread uses it.
+
+    Attributes:
+        clock: by which peers are late.
+    """
 
     def __init__(self, engine, transport):
-        super().__init__(engine, transport)
+        self._engine = engine
+        self._transport = transport
         self._core = Core(engine, transport)
+        self.clock = ServingTime(time.monotonic)
 
     def step(self, timeout_s):
+        """Serve for `timeout_s` seconds at most, or until a peer is to be closed.
+
+        Until then some messages are taken all the same: the guard counts on that. Then the engine
+        sees the clock.
+        """
         for number, sends in enumerate(self._core.run(timeout_s), 1):
             self.send(sends)
             if self._engine.closing and number >= TAKEN_PER_LOOK:
                 break
         self.send(self._engine.tick(self.clock.now()))
+
+    def send(self, sends):
+        """Send what the engine asks for; it hears of peers that turn out to be gone."""
+        # In the engine's order, also when a thousand ranks turn out to be gone at once.
+        while sends:
+            further = []
+            for send in sends:
+                if not self._transport.send(*send):
+                    further += self._engine.unreachable(send.peer)
+            sends = further

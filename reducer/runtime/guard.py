@@ -1,9 +1,8 @@
 """Keeps connections in bounds: how many, how long without a job, and what they make a reducer hold.
 
 The guard looks at them several times a second, and ends those that go beyond what was agreed. The
-rules are those of `wire/README.md`, section 5. What a connection holds is known exactly where the
-bytes are read by a loop of our own; libzmq does not tell, and `plain_transport` finds out what can
-be found. One guard belongs to one thread.
+rules are those of `wire/README.md`, section 5. How long a message may be, and what a stranger may
+have under way, `loop.c` sees to at once. One guard belongs to one thread.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from reducer.clock import is_lost
-from reducer.engine.limits import TAKEN_PER_LOOK
-from reducer.errors import CapacityError, RemoteProtocolError
+from reducer.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, KeysView
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from reducer.engine.limits import Patience
     from reducer.engine.rounds import Send
     from reducer.engine.slots import Member
-    from reducer.errors import ReductionError
     from reducer.runtime.transport import Line, Load, Transport
 
 LOOK_S = 0.1
@@ -34,8 +31,6 @@ LOOK_SOON_S = 0.02  # while there are strangers, or much waits that is of somebo
 FAREWELL_S = 1.0  # for a peer that was dropped to read why
 STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
 SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
-STUCK_LOOKS = 10
-STUCK_S = 0.25
 MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
 STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
 
@@ -53,8 +48,6 @@ class Connection:
         further: it is a further stream of a member.
         ended: it was told to go, and has yet to.
         held: bytes that it made the reducer hold at the last look, besides slots.
-        stuck: looks since something was taken from it, while more waited than a message has.
-        still: when the first of them was.
     """
 
     line: Line
@@ -65,16 +58,13 @@ class Connection:
     further: bool = False
     ended: bool = False
     held: int = 0
-    stuck: int = 0
-    still: float = 0.0
 
-    def is_stuck(self, patience: int, now: float, *, endless: bool) -> bool:
-        """Whether nothing was taken from it for long, though more waits than a message has."""
-        if endless:
-            self.stuck += 1
-        else:
-            self.stuck, self.still = 0, now
-        return self.stuck >= patience and now - self.still >= STUCK_S
+    def weigh(self, now: float) -> Load | None:
+        """Find out what a member's connection holds; None if it is gone."""
+        load = self.line.load(now)
+        if load is not None:
+            self.held = load.unread + load.unsent
+        return load
 
 
 class Guard:
@@ -147,8 +137,6 @@ class Guard:
                 connection = Connection(line, now, known.born if known else now)
                 self._connections[number] = connection
                 self._suspect(number, connection)
-        members = {m.peer for job in self._engine.jobs for m in job.members.values()}
-        self._transport.forget(members)
 
     def _suspect(self, number: int, connection: Connection) -> None:
         """Watch a connection as a stranger's."""
@@ -187,42 +175,37 @@ class Guard:
         """
         held: dict[bytes, int] = {}
         beside = 0
-        stuck: dict[int, Member] = {}
         silent: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
-        patience = STUCK_LOOKS + len(self._connections) // TAKEN_PER_LOOK  # all had their turn
         for number, connection, member in self._connected(job):
             members[number] = member
             connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
             turn = (self._looks + number) % every == 0
-            if turn and (load := self._weigh(connection, member, now)) is not None:
-                much = load.unread > job.max_chunk_bytes + SLACK_BYTES
-                if connection.is_stuck(patience, now, endless=much and not load.progress):
-                    stuck[member.rank] = member
-                elif (
-                    is_lost(load.silent_s, job.patience_s, load.round_trip_s)
-                    and not connection.ended
-                ):
-                    silent.append((member, connection, load.silent_s))
+            if (
+                turn
+                and (load := connection.weigh(now)) is not None
+                and is_lost(load.silent_s, job.patience_s, load.round_trip_s)
+                and not connection.ended
+            ):
+                silent.append((member, connection, load.silent_s))
             held[member.peer] = held.get(member.peer, member.held) + connection.held
             beside = max(beside, connection.held)
         allowed += len(held) * SLACK_BYTES
         sends: list[Send] = []
-        for member in stuck.values():
-            error = RemoteProtocolError(f"rank {member.rank} sends a message without an end")
-            sends += self._drop(member, error)
         for member, connection, silent_s in silent:
             self._hang_up(connection)
             sends += self._engine.silent(member.peer, silent_s)
-        if not (stuck or silent) and sum(held.values()) > allowed:
+        if not silent and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
             its = [one for _, one, member in self._connected(job) if member is worst]
             # Once more: a figure is of several instants, and this thread may have rested meanwhile.
             for connection in its:
-                self._weigh(connection, worst, now)
+                connection.weigh(now)
             held[worst.peer] = worst.held + sum(connection.held for connection in its)
             if sum(held.values()) > allowed:
-                sends += self._drop(worst, _hoards(job, worst, held[worst.peer]))
+                error = _hoards(job, worst, held[worst.peer])
+                self._log.warning("%s", error)
+                sends += self._engine.drop(worst.peer, error)
         return sends, beside
 
     def _connected(self, job: Job) -> Iterator[tuple[int, Connection, Member]]:
@@ -235,18 +218,6 @@ class Guard:
                     connection.further = peer != member.peer
                     yield number, connection, member
 
-    @staticmethod
-    def _weigh(connection: Connection, member: Member, now: float) -> Load | None:
-        """Find out what is held for a member; None if its connection is gone."""
-        load = connection.line.load(member.peer, now)
-        if load is not None:
-            connection.held = load.unread + load.unsent
-        return load
-
-    def _drop(self, member: Member, error: ReductionError) -> list[Send]:
-        self._log.warning("%s", error)
-        return self._engine.drop(member.peer, error)
-
     def _judge(self, now: float) -> None:
         """End connections of nobody that are too many, too old, or have sent too much."""
         while self._strangers:
@@ -257,7 +228,7 @@ class Guard:
         for number in list(islice(self._turns, STRANGERS_PER_LOOK)):
             self._turns.move_to_end(number)
             connection = self._strangers[number]
-            load = connection.line.load(None, now)
+            load = connection.line.load(now)
             if load is not None and connection.window:  # it was a member at the latest look
                 connection.base, connection.window = load.read + connection.window, 0
             elif load is not None and load.read - connection.base > STRANGER_BYTES:
@@ -266,7 +237,7 @@ class Guard:
             self._thin_out()
 
     def _thin_out(self) -> None:
-        """End connections that are too many, where the transport has accepted them."""
+        """End connections that are too many, as those that were suspended have come back."""
         here = {n: c for n, c in self._connections.items() if not c.ended}
         first = {n: c for n, c in here.items() if not c.further}
         patience = self._patience
@@ -288,7 +259,7 @@ class Guard:
         for peer in self._engine.newly_dropped():
             self._farewells[peer] = now + FAREWELL_S
             connection = self._connections.get(self._transport.connection(peer))
-            load = connection and connection.line.load(None, now)
+            load = connection and connection.line.load(now)
             if connection and load:
                 # It may read why, but not go on as before.
                 connection.base, connection.window = load.read, 0

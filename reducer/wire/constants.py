@@ -150,5 +150,5 @@ class Feature(IntFlag):
     RESUME = 4  # a far connection whose socket breaks goes on over another one
 
 
-FEATURES = Feature.CREDIT  # what both implementations speak
+FEATURES = Feature.CREDIT  # what takes no more of a transport than to send
 COMPILED_FEATURES = FEATURES | Feature.STREAMS | Feature.RESUME

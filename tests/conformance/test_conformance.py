@@ -1,23 +1,24 @@
 """The conformance kit passes what keeps to the specification, and fails what does not."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from queue import Queue
 
 import numpy as np
 import pytest
 
-from reducer import reference
+from reducer import config, reference
 from reducer.conformance import client_cases, transcript
 from reducer.conformance.cases import attempt
-from tests.commands import run_here
+from reducer.errors import ConfigError
+from tests.commands import run_here, serving
 from tests.conformance import mutations
-from tests.conftest import reducer_here
+from tests.conftest import joined, reducer_here, reference_here
 from worker_client.client.bootstrap import connect
 from worker_client.commands import conform
 from worker_client.reference import Client
@@ -28,21 +29,8 @@ RANK = Path(__file__).with_name("rank.py")
 
 
 @contextmanager
-def reference_here(stop=None):
-    """A reference reducer in a thread."""
-    stop, told = stop or threading.Event(), Queue()
-    thread = threading.Thread(target=reference.serve, args=("tcp://127.0.0.1:0", stop, told.put))
-    thread.start()
-    try:
-        yield told.get(timeout=20)
-    finally:
-        stop.set()
-        thread.join()
-
-
-@contextmanager
 def compiled_here(**settings):
-    with reducer_here(impl="compiled", **settings) as server:
+    with reducer_here(**settings) as server:
         yield server.address
 
 
@@ -156,3 +144,40 @@ def test_a_reference_and_a_client_go_on_together_without_a_reducer():
         with connect(rank=1, world_size=2, servers=",".join(servers), job="map") as client:
             calls(1, lambda array: client.all_reduce(array, op="sum").wait(30))
             assert (failed, client.losses) == ([], 1)
+
+
+def test_the_command_starts_the_reference():
+    """What it says first is its address; ranks of ours use it, and SIGTERM ends it."""
+    with serving("--impl", "plain", stderr=subprocess.PIPE) as (process, address, _):
+        with joined(2, servers=[address], job="plain") as clients:
+            works = [client.all_reduce(np.full(1000, 2.0), "sum") for client in clients]
+            assert all((work.wait(20) == 4.0).all() for work in works)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert "the reference reducer: one job, for loopback and private networks" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"threads": 2}, "threads"),
+        ({"http": "9090"}, "http"),
+        ({"keys": "/etc/keys"}, "keys"),
+        ({"max_jobs": 3}, "max_jobs"),
+        ({"kernel": "generic"}, "kernel"),
+        ({"bind": "tcp://0.0.0.0:0", "insecure": True}, "bind"),
+    ],
+)
+def test_the_reference_refuses_what_it_cannot_do(settings, named):
+    with pytest.raises(ConfigError, match=f"^{named}: the reference reducer"):
+        config.load(impl="plain", **settings).check_for_reference()
+    config.load(impl="plain", kernel="numpy", io_threads=2).check_for_reference()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"), [({"impl": "plain"}, "impl: plain is"), ({"kernel": "numpy"}, "kernel: ")]
+)
+def test_no_other_reducer_is_it(settings, why):
+    with pytest.raises(ConfigError, match=why), reducer_here(**settings):
+        pass

@@ -1,4 +1,4 @@
-"""How long the others wait for each rank: the tally, its compiled twin, and what an engine says."""
+"""How long the others wait for each rank: the tally, its oracle, and what an engine says."""
 
 import json
 import logging
@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reducer.engine import _slots, slots
+from reducer.engine import _slots
 from reducer.engine.engine import PING_INTERVAL_S
 from reducer.engine.lateness import (
     SPAN_S,
     Cause,
-    Lateness,
     Span,
     Watch,
     chance,
@@ -26,6 +25,8 @@ from reducer.errors import RemoteProtocolError
 from reducer.wire.header import Header
 from reducer.wire.messages import Straggler, Stragglers, decode, encode
 from tests.engine.words import M
+from tests.twins import slots
+from tests.twins.lateness import Lateness
 
 MS = 1000
 LOOK_S, LOOKS = 0.5, 10  # between looks: so many in a step at most

@@ -148,21 +148,11 @@ def outcome(work):
         return type(error)
 
 
-# Whether rank 1 is late: then Python takes the first contributions in the compiled loop, too.
-WAYS = pytest.mark.parametrize(
-    ("impl", "late"),
-    [
-        pytest.param("plain", False, marks=pytest.mark.extended),
-        ("compiled", False),
-        ("compiled", True),
-    ],
-    indirect=["impl"],
-    ids=["plain", "compiled", "compiled-late"],
-)
+# Whether rank 1 is late: then Python takes the first contributions, too.
+WAYS = pytest.mark.parametrize("late", [False, True], ids=["compiled", "compiled-late"])
 
 
 @WAYS
-@pytest.mark.usefixtures("impl")
 @pytest.mark.parametrize(
     ("point", "with_sum"),
     [
@@ -184,7 +174,6 @@ def test_a_reducer_dies_at_the_nth_pass(point, late, with_sum):
     assert {one for call in found for one in call} <= {2.0, ReducerLostError}
 
 
-@pytest.mark.usefixtures("impl")
 @pytest.mark.parametrize("point", ["reducer.tick=kill@3", "reducer.welcome=kill"])
 def test_a_reducer_dies_without_an_all_reduce(point):
     with reducer(point) as (process, address):
@@ -194,7 +183,6 @@ def test_a_reducer_dies_without_an_all_reduce(point):
         assert process.wait(30) == -signal.SIGKILL
 
 
-@pytest.mark.usefixtures("impl")
 def test_a_reducer_stops_and_goes_on():
     with reducer("reducer.before_sum=stop") as (process, address), job(address) as (_, works):
         until_stopped(process.pid)
@@ -204,7 +192,6 @@ def test_a_reducer_stops_and_goes_on():
 
 
 @WAYS
-@pytest.mark.usefixtures("impl")
 @pytest.mark.parametrize(
     ("place", "with_sum"),
     [("reducer.received", 0), ("reducer.after_sum", 0), ("reducer.between_results", 1)],
@@ -219,7 +206,6 @@ def test_a_reducer_drops(place, late, with_sum):
     assert found.count(ReductionTimeout) == 2 - with_sum
 
 
-@pytest.mark.usefixtures("impl")
 def test_a_reducer_drops_a_welcome():
     with reducer("reducer.welcome=drop@1") as (_, address):
         # A PING may be the first that it hears, which ends the connection.

@@ -30,10 +30,8 @@ def chunk(way):
     params=[1, pytest.param(3, marks=pytest.mark.extended("tests/faults/test_streams.py"))],
     ids=["one", "streams"],
 )
-def streams(request, impl):
+def streams(request):
     """Connections to each reducer."""
-    if impl == "plain" and request.param > 1:
-        pytest.skip("the plain implementation has one alone")
     return request.param
 
 

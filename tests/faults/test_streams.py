@@ -1,10 +1,8 @@
 """Links of several connections: chunks are shared among them, and who loses one loses the link."""
 
-from contextlib import ExitStack
-
 import pytest
 
-from tests.conftest import local_pool
+from tests.conftest import reference_here
 from tests.faults.steps import begin, exact
 from tests.waits import eventually
 
@@ -61,11 +59,8 @@ def test_a_stream_that_is_lost_costs_no_step(pool, make, count):
 
 
 def test_a_reducer_that_has_none_is_used_with_one(make):
-    with ExitStack() as stack:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("REDUCTION_IMPL", "plain")
-            servers = stack.enter_context(local_pool(1))
-        clients, (proxy,) = make(servers, came=1)
+    with reference_here() as address:
+        clients, (proxy,) = make([address], came=1)
         for number in range(1, 4):
             exact(begin(clients, number))
         assert proxy.connections == 2

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, MismatchError
-from reducer.runtime import implementation
 from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import reduced
 from tests.ranks import environments, ranks
@@ -71,11 +70,9 @@ def outside():
 
 
 @IPV6
-@pytest.mark.parametrize("impl", implementation.NAMES)
-def test_a_pool_at_an_ipv6_address(impl, monkeypatch):
-    monkeypatch.setenv("REDUCTION_IMPL", impl)
+def test_a_pool_at_an_ipv6_address():
     with (
-        reducer_here(impl=impl, bind="tcp://[::1]:0", threads=2) as server,
+        reducer_here(bind="tcp://[::1]:0", threads=2) as server,
         joined(2, servers=[server.address]) as clients,
     ):
         assert server.address.startswith("[::1]:")
@@ -83,12 +80,10 @@ def test_a_pool_at_an_ipv6_address(impl, monkeypatch):
         assert all((result == 1.5).all() for result in results)
 
 
-@pytest.mark.parametrize("impl", implementation.NAMES)
 @pytest.mark.parametrize(
     ("interface", "address"), [("", "127.0.0.1"), pytest.param("::1", "[::1]", marks=IPV6)]
 )
-def test_embedded_reducers_of_one_host_listen_on_loopback(impl, monkeypatch, interface, address):
-    monkeypatch.setenv("REDUCTION_IMPL", impl)
+def test_embedded_reducers_of_one_host_listen_on_loopback(interface, address):
     for reducers in outcomes([interface, interface]):
         assert all(one.startswith(f"{address}:") for one in reducers)
 

@@ -287,7 +287,7 @@ def test_the_straggler_has_the_number_that_the_job_gives_it(four):
         one.membership = whole
 
 
-@pytest.mark.extended_cases("compiled-elastic", "compiled-casting")
+@pytest.mark.extended_cases("elastic", "casting")
 def test_a_late_rank_is_named(four):
     asked = begin(four, [Asked(np.ones(4, np.float32), 0.5) for _ in four[:3]])
     await_ends(asked)
@@ -296,7 +296,7 @@ def test_a_late_rank_is_named(four):
     assert all(one.ends[0] is not None for one in asked)
 
 
-@pytest.mark.extended_cases("compiled-fallback", "compiled-casting", "compiled-elastic,")
+@pytest.mark.extended_cases("fallback", "casting", "elastic,")
 def test_an_interrupted_call_is_no_other_ones(four):
     """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
     for line in range(1, 200):

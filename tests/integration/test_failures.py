@@ -30,10 +30,7 @@ from worker_client.protocol.failover import ADOPT_S
 from worker_client.protocol.operation import Operation
 from worker_client.staging.host_buffer import host_buffer
 
-pytestmark = [
-    pytest.mark.usefixtures("impl"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +110,7 @@ def test_a_killed_reducer_costs_nothing_and_the_last_one_is_named():
         assert isinstance(error, ReducerLostError)
 
 
-@pytest.mark.extended_cases("compiled-2")
+@pytest.mark.extended_cases("2")
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_call_waits_for_a_pool_that_is_gone(monkeypatch, count):
     monkeypatch.setenv("REDUCTION_WAIT_FOR_REDUCERS", "60s")
@@ -169,10 +166,8 @@ def test_two_addresses_of_one_reducer_are_named(servers):
         connect(rank=0, world_size=1, servers=given)
 
 
-def test_a_name_that_gets_an_address_later_and_then_another_one(servers, names, impl):
+def test_a_name_that_gets_an_address_later_and_then_another_one(servers, names):
     """As that of a pod does that comes back."""
-    if impl == "plain":
-        pytest.skip("libzmq does not ask Python for addresses")
     (port,) = free_ports(1)
     given = [servers[0], f"reducer-1.pool:{port}"]
     with joined(2, servers=given, connect_timeout="1s", job="moving") as clients:

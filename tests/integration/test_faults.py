@@ -219,11 +219,10 @@ class Job:
 
 def run(row):
     """Have a row happen to a job of its topology, and return the job when it has ended."""
-    impl, topology, sizes, moves = ROW.fullmatch(row).groups()
+    topology, sizes, moves = ROW.fullmatch(row).groups()
     workers, reducers = map(int, sizes.split("+"))
     environment, spec = TOPOLOGIES[topology]
-    with Loopback(workers + reducers) as lab, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("REDUCTION_IMPL", impl or "compiled")
+    with Loopback(workers + reducers) as lab:
         pool = Pool(lab.hosts[workers:])
         module, hosts = "tests.integration.job_rank", lab.hosts[:workers]
         try:
@@ -238,7 +237,7 @@ def run(row):
     return job
 
 
-ROW = re.compile(r"(plain)? ?(.*\S) (\d+\+\d+): (.*)")
+ROW = re.compile(r"(.*\S) (\d+\+\d+): (.*)")
 ALIKE = ("digest", "over", "odd", "whose")
 
 
@@ -401,14 +400,7 @@ very patient 3+2: stop 1; rest 5; resume 1; go 10
 pool 2+2: stop_reducers 0 1; rest 0.4; stop 0 1; rest 2.5; resume 2; rest 0.4; resume 2; go 2
 pool 2+2: stop 0 1; rest 0.4; stop_reducers 0 1; rest 2.5; resume 2; rest 0.4; resume 2; go 2
 pool, impatient 2+2: stop_reducers 0; use 1; resume 1; use 0 1
-plain pool, impatient 2+2: stop_reducers 0; use 1; resume 1; use 0 1
 DDP 2+3: end 1; go 6; end 0; go 6
-plain DDP 2+3: end 1; go 6; end 0; go 6
-plain elastic 4+2: kill 1; settle
-plain elastic 3+1: kill 1; settle
-plain elastic, embedded 3+0: kill 1; settle
-plain pool 2+2: stop_reducers 0 1; rest 0.4; stop 0 1; rest 2.5; resume 2; rest 0.4; resume 2; go 2
-plain pool 2+2: stop 0 1; rest 0.4; stop_reducers 0 1; rest 2.5; resume 2; rest 0.4; resume 2; go 2
 """
 EXTENDED = [
     *EXTENDED.strip().splitlines(),
@@ -417,7 +409,7 @@ EXTENDED = [
         rolling(begin, move)
         for begin in (
             *(f"pool, {pace} 3+3: go 60" for pace in ("slow", "fast", "faster")),
-            *("DDP 2+3: go 2", "plain DDP 2+3: go 2"),
+            "DDP 2+3: go 2",
         )
         for move in ("drain", "end")
     ),
@@ -432,5 +424,5 @@ EXTENDED = [
     ],
 )
 def test_faults(row):
-    topology = ROW.fullmatch(row)[2]
+    topology = ROW.fullmatch(row)[1]
     (COMES.get(topology) or COMES[topology.partition(",")[0]])(run(row), row)

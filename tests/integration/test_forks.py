@@ -63,19 +63,16 @@ def test_a_forked_child_is_refused_though_a_thread_was_in_the_middle_of_a_call(m
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize(
-    ("impl", "threads", "streams"), [("compiled", 3, 1), ("compiled", 1, 3), ("plain", 3, 1)]
-)
-def test_a_forked_child_closes_its_copies_and_no_other_socket(monkeypatch, impl, threads, streams):
+@pytest.mark.parametrize(("threads", "streams"), [(3, 1), (1, 3)])
+def test_a_forked_child_closes_its_copies_and_no_other_socket(monkeypatch, threads, streams):
     """A reducer's further threads, and a link's further streams, are not known at the start."""
-    monkeypatch.setenv("REDUCTION_IMPL", impl)
     monkeypatch.setenv("REDUCTION_STREAMS", str(streams))
     with (
         reducer_here(threads=threads) as server,
         joined(2, servers=[server.address]) as clients,
     ):
         ports = {int(lane.rpartition(":")[2]) for lane in server.lanes}
-        made = 2 * threads * (streams if impl == "compiled" else 1)
+        made = 2 * threads * streams
         eventually(lambda: connections(ports) == made)
         ours, theirs = socket.socketpair()
         child = os.fork()

@@ -18,8 +18,6 @@ from tests.interrupts import BoomError, boom_at
 from tests.waits import within_s
 from worker_client.client.bootstrap import connect
 
-pytestmark = pytest.mark.usefixtures("impl")
-
 
 def test_init_is_idempotent(servers):
     arguments = {"servers": servers, "rank": 0, "world_size": 1, "job": "idempotent"}
@@ -55,7 +53,7 @@ def test_a_process_that_was_started_with_others_is_no_job_of_one(no_settings, mo
 
 
 @pytest.fixture(scope="module")
-def three(impl):
+def three():
     with local_pool(2) as servers, joined(3, servers=servers, timeout="5s") as clients:
         yield clients
 

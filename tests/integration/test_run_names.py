@@ -174,14 +174,14 @@ def runs_beside(path, others, told):
     return done.stdout.splitlines()
 
 
-def test_a_job_of_one_needs_no_name(no_settings, impl):
+def test_a_job_of_one_needs_no_name(no_settings):
     with local_pool(1) as servers:
         for _ in range(2):
             with connect(rank=0, world_size=1, servers=servers) as client:
                 assert client.all_reduce(np.ones(3), "sum").wait(5).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_the_process_of_an_earlier_run_is_not_met(impl):
+def test_the_process_of_an_earlier_run_is_not_met():
     """Its rank 0 was killed before its first call; its rank 1 has yet to call."""
     code = "import sys, worker_client; worker_client.init(); print(flush=True); sys.stdin.read()"
     with local_pool(2) as servers:
@@ -202,11 +202,10 @@ def test_the_process_of_an_earlier_run_is_not_met(impl):
             all_reduce(both)
 
 
-@pytest.mark.usefixtures("impl")
 @pytest.mark.extended_cases(
-    "compiled-wire_dtype-values1",
-    "compiled-fusion_threshold",
-    "compiled-servers-values5",
+    "wire_dtype-values1",
+    "fusion_threshold",
+    "servers-values5",
 )
 @pytest.mark.parametrize(
     ("variable", "values", "said"),

@@ -14,7 +14,6 @@ from reducer.errors import (
     ReducerLostError,
     ReductionError,
 )
-from reducer.runtime import implementation
 from reducer.wire.constants import DType
 from tests.conftest import joined, reducer_here
 from tests.integration.calls import check_bits, reduced
@@ -37,13 +36,10 @@ def until_received(reducers, nbytes):
     eventually(lambda: sum(reducer.counters.bytes_in for reducer in reducers) >= nbytes)
 
 
-@pytest.mark.extended_cases("plain")
-@pytest.mark.parametrize("impl", implementation.NAMES)
-def test_every_thread_of_a_reducer_has_a_share(impl, monkeypatch):
-    monkeypatch.setenv("REDUCTION_IMPL", impl)
+def test_every_thread_of_a_reducer_has_a_share():
     with (
-        reducer_here(impl=impl, threads=3) as three,
-        reducer_here(impl=impl) as one,
+        reducer_here(threads=3) as three,
+        reducer_here() as one,
         joined(3, servers=[three.address, one.address], job="lanes") as clients,
     ):
         assert [client.lanes for client in clients] == [[3, 1]] * 3
@@ -69,7 +65,7 @@ def test_threads_listen_one_port_after_the_other():
 
 
 @contextmanager
-def beside(servers, impl, wire_dtype=None):
+def beside(servers, wire_dtype=None):
     """One client in the process of each server, as embedded ranks are."""
     addresses = tuple(server.address for server in servers)
 
@@ -83,14 +79,13 @@ def beside(servers, impl, wire_dtype=None):
         yield [stack.enter_context(client) for client in pool.map(join, range(len(servers)))]
 
 
-@pytest.mark.extended_cases("bits-1-plain", "bits-2-plain", "blocks-1-plain", "blocks-2")
-@pytest.mark.parametrize("impl", implementation.NAMES)
+@pytest.mark.extended_cases("blocks-2")
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("wire_dtype", [None, DType.BLOCK8], ids=["bits", "blocks"])
-def test_a_reducer_in_the_same_process(impl, threads, wire_dtype):
+def test_a_reducer_in_the_same_process(threads, wire_dtype):
     with ExitStack() as stack:
-        servers = [stack.enter_context(reducer_here(impl=impl, threads=threads)) for _ in range(3)]
-        with beside(servers, impl, wire_dtype) as clients:
+        servers = [stack.enter_context(reducer_here(threads=threads)) for _ in range(3)]
+        with beside(servers, wire_dtype) as clients:
             for count in SIZES[4:] if wire_dtype else SIZES:
                 if wire_dtype:
                     check_blocks(clients, count)
@@ -103,9 +98,9 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket():
     # there what the caller may overwrite as soon as its all-reduce is done.
     count = 300_000
     with (
-        reducer_here(impl="compiled") as first,
-        reducer_here(impl="compiled") as second,
-        beside([first, second], "compiled") as (one, two),
+        reducer_here() as first,
+        reducer_here() as second,
+        beside([first, second]) as (one, two),
     ):
         for step in range(100):
             mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)
@@ -116,14 +111,12 @@ def test_nobody_writes_to_a_contribution_that_was_not_sent_through_a_socket():
             assert (later.wait(30) == 3.0).all(), step
 
 
-@pytest.mark.extended_cases("plain")
-@pytest.mark.parametrize("impl", implementation.NAMES)
-def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back(impl):
+def test_a_buffer_that_the_reducer_beside_reads_is_not_given_back():
     count = 1_000_000
     with (
-        reducer_here(impl=impl) as first,
-        reducer_here(impl=impl) as second,
-        beside([first, second], impl) as (one, two),
+        reducer_here() as first,
+        reducer_here() as second,
+        beside([first, second]) as (one, two),
     ):
         mine, others = np.full(count, 1.0, np.float32), np.full(count, 2.0, np.float32)
         work = one.all_reduce(mine, op="sum")

@@ -22,10 +22,7 @@ from worker_client.communicators import casting
 from worker_client.runtime.driver import AHEAD
 from worker_client.staging import wire_rule
 
-pytestmark = [
-    pytest.mark.usefixtures("impl"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 FP8 = pytest.param(
     "fp8_e4m3", marks=pytest.mark.extended("tests/kernels/test_block8.py::test_the_bits")
@@ -65,7 +62,7 @@ def check(clients, count, wire="bf16", op="mean"):
     assert [a.tobytes() for a in reduced(clients, given, op)] == [expected] * len(clients)
 
 
-@pytest.mark.extended_cases("compiled-fp16", "compiled-fp8")
+@pytest.mark.extended_cases("fp16", "fp8")
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8", "fp8_e4m3"])
 def test_every_rank_has_the_oracles_bits(job, wire):
     clients = job(3, wire_dtype=wire)
@@ -200,10 +197,9 @@ def test_a_job_that_may_lose_ranks_does_not_cut_calls_and_goes_on_without_one(jo
         clients[0].all_reduce(given[0], weight=2.0)
 
 
-@pytest.mark.extended_cases("compiled-int8")
+@pytest.mark.extended_cases("int8")
 @WIRES
-def test_a_reducer_may_die_between_the_pieces(impl, wire):
-    del impl
+def test_a_reducer_may_die_between_the_pieces(wire):
     given = [values(rank, 4 * LARGE) for rank in range(2)]
     expected = oracle(given, wire, ReduceOp.MEAN).tobytes()
     with (
@@ -346,7 +342,7 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job):
     assert not open_at(client)
 
 
-@pytest.mark.extended_cases("compiled-fp8")
+@pytest.mark.extended_cases("fp8")
 @pytest.mark.parametrize("wire", ["none", "bf16", "int8", "fp8_e4m3"])
 def test_a_weighted_mean(job, wire):
     clients = job(3, wire_dtype=wire)

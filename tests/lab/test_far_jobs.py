@@ -57,10 +57,8 @@ def check(job, more):
     assert not any(told.over for told in job.told)
 
 
-@pytest.mark.parametrize("impl", ["compiled", "plain"])
 @pytest.mark.parametrize("who", ["rank", "reducer"])
-def test_who_is_silent_for_some_round_trips_more_is_not_lost(namespaces, monkeypatch, who, impl):
-    monkeypatch.setenv("REDUCTION_IMPL", impl)
+def test_who_is_silent_for_some_round_trips_more_is_not_lost(namespaces, who):
     with far_job() as (job, reducer):
         tell = reducer.process.send_signal if who == "reducer" else job.ranks[1].signal
         tell(signal.SIGSTOP)

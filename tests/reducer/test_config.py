@@ -5,13 +5,14 @@ import json
 import re
 import resource
 import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import yaml
 
-from reducer import cli, kernels, units
+from reducer import cli, kernels, runtime, units
 from reducer import config as reducer_config
 from reducer.commands import plan as plan_command
 from reducer.commands import status as status_command
@@ -108,7 +109,7 @@ def test_who_may_listen_beyond_this_machine(host, loopback, private):
     assert settings.bind == bind
     if not private:
         with pytest.raises(ConfigError, match="serves loopback and private networks"):
-            Server(settings)
+            settings.check_for_reference()
 
 
 def test_what_kubernetes_says_of_a_service_is_no_setting(monkeypatch):
@@ -298,3 +299,10 @@ def test_the_charts_schema_knows_the_settings():
     assert known["log_level"]["enum"] == [level.value for level in cli.LogLevel]
     assert known["log_format"]["enum"] == [form.value for form in cli.LogFormat]
     assert schema["threads"]["maximum"] == MAX_LANES
+
+
+def test_where_nothing_was_compiled_it_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reducer.runtime._loop", None)
+    monkeypatch.delattr(runtime, "_loop", raising=False)
+    with pytest.raises(ConfigError, match="was not built: install a C compiler"):
+        Server(reducer_config.load(bind="tcp://127.0.0.1:0"))

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from reducer.config import load
-from reducer.engine.lateness import BUCKETS, RankWaits, Waits, bucket_of
+from reducer.engine.lateness import BUCKETS, RankWaits, Waits
 from reducer.errors import ConfigError
 from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
@@ -24,6 +24,7 @@ from reducer.wire.messages import Straggler
 from tests.commands import serving
 from tests.conftest import joined, reducer_here
 from tests.reducer.asked import ask, port_of
+from tests.twins.lateness import bucket_of
 from tests.waits import eventually, within_s
 from worker_client.client.bootstrap import connect
 
@@ -33,11 +34,9 @@ PATHS = ["/", "/healthz", "/readyz", "/metrics", "/status.json", "/history.json"
 LARGE = b"x" * (16 << 20)  # more than fits between a port and a client that reads nothing
 
 
-@pytest.fixture(
-    scope="module", params=["compiled", pytest.param("plain", marks=pytest.mark.extended)]
-)
-def server(request):
-    with reducer_here(threads=2, impl=request.param) as server:
+@pytest.fixture(scope="module")
+def server():
+    with reducer_here(threads=2) as server:
         yield server
 
 

@@ -70,9 +70,9 @@ class Pool:
 
 
 @pytest.fixture
-def pool(impl, home):
+def pool(home):
     keys = Keyring.load(home / "pool")
-    with reducer_here(keys, impl=impl) as server, closing(Pool(server, home)) as pool:
+    with reducer_here(keys) as server, closing(Pool(server, home)) as pool:
         yield pool
 
 
@@ -108,9 +108,8 @@ def reduces(clients):
 
 
 @pytest.fixture(scope="module")
-def reducer(impl):
+def reducer():
     """A reducer process that has little patience and little memory."""
-    del impl  # is in the environment
     with company.reducer(*SHORT) as running:
         yield running
 

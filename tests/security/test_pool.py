@@ -58,7 +58,7 @@ def test_who_is_refused_hears_why(pool, tmp_path):
         eventually(lambda: pool.counters.unauthenticated >= 4)
 
 
-def test_with_a_key_where_the_pool_has_none(impl, home):
+def test_with_a_key_where_the_pool_has_none(home):
     keys = home / "jobs" / "one"
     with local_pool(1) as servers, pytest.raises(AuthError, match="has no keys, and this worker"):
         connect(servers=servers, rank=0, world_size=1, keys=keys, connect_timeout=60)

@@ -60,8 +60,7 @@ def test_another_job_is_served_all_the_same(reducer, honest, kind):
     eventually(lambda: reducer.files <= before)
 
 
-def test_who_has_keys_may_do_no_more(impl):
-    del impl  # is in the environment
+def test_who_has_keys_may_do_no_more():
     with ExitStack() as stack:
         keys = stack.enter_context(company.keys_for("honest", JOB))
         reducer = stack.enter_context(company.reducer(*SHORT, keys=keys))

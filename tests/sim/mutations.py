@@ -1,4 +1,4 @@
-"""Rules of sessions and engines that are broken on purpose, in the plain implementation."""
+"""Rules of sessions and engines that are broken on purpose, with the compiled parts' oracles."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,13 +7,13 @@ from reducer.engine import engine, rounds
 from reducer.engine.engine import Engine
 from reducer.engine.jobs import Membership
 from reducer.engine.rounds import Send
-from reducer.engine.slots import Round
 from reducer.wire.constants import MAX_LANES, MessageType
 from reducer.wire.header import Header
 from reducer.wire.layout import charge
 from reducer.wire.messages import Stream, decode, encode
 from tests.sim.rules import Mutations
 from tests.sim.world import Flight, World
+from tests.twins.slots import Round
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Resumption
 from worker_client.protocol.joining import Joining, Occurrence

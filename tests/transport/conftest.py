@@ -4,25 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
 import pytest
-import zmq
 
-from reducer.runtime import plain_transport
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
 from worker_client.client.compose import Composer
 from worker_client.protocol.spec import Heartbeats, JobSpec
-
-
-@pytest.fixture(params=["plain", "compiled"])
-def impl(request):
-    return request.param
-
-
-@pytest.fixture
-def context():
-    context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
 
 
 @pytest.fixture
@@ -48,8 +34,6 @@ def joined():
 
 
 @pytest.fixture
-def post(impl, request, monkeypatch):
-    # Else libzmq closes connections that answer no heartbeats, and the guard need not.
-    monkeypatch.setattr(plain_transport, "heartbeats", lambda _: None)
+def post(request):
     with ExitStack() as stack:
-        yield Post(impl, getattr(request, "param", PATIENCE), stack)
+        yield Post(getattr(request, "param", PATIENCE), stack)

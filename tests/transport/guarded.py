@@ -8,12 +8,13 @@ from hostile.intruder import Worker
 from hostile.lines import Bare
 from hostile.zmtp import GREETING, HANDSHAKE, dial, frame
 from reducer import kernels
+from reducer.engine import _slots
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
-from reducer.runtime import implementation
+from reducer.runtime._loop import Loop
 from reducer.runtime.guard import STRANGER_BYTES, Guard
-from reducer.runtime.plain_transport import make_context
-from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
+from reducer.runtime.transport import Transport
+from reducer.wire.constants import COMPILED_FEATURES, LONGEST_PATIENCE_MS, MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Stream, Welcome, decode, encode
 from tests.transport.scripted import HOST
@@ -29,25 +30,20 @@ FLOOD = frame(bytes(MIB))[: 2 * STRANGER_BYTES]  # more than a stranger may say
 class Post:
     """A transport, an engine and a guard on duty, for which it is `now`, seconds."""
 
-    def __init__(self, impl, patience, stack):
+    def __init__(self, patience, stack):
         self.now = 0.0
-        table = kernels.select(None)
-        chosen = implementation.select(impl, table)
-        context = make_context(1) if impl == "plain" else None
-        if context:
-            stack.callback(context.destroy, linger=0)
-        self.transport = chosen.transport(f"tcp://{HOST}:0", context)
+        self.transport = Transport(f"tcp://{HOST}:0")
         stack.callback(self.transport.close)
         self.engine = Engine(
-            table,
-            chosen.slots,
+            kernels.select(None),
+            _slots,
             memory_limit=256 * MIB,
             incarnation="1",
             address="here:1",
-            features=chosen.features,
+            features=COMPILED_FEATURES,
         )
         self.guard = Guard(self.engine, self.transport, patience)
-        self.loop = chosen.loop(self.engine, self.transport)
+        self.loop = Loop(self.engine, self.transport)
         self.stack = stack
         self.address = f"{HOST}:{self.transport.port}"
 

@@ -1,17 +1,12 @@
-"""What the kernel tells of connections, and how one is ended."""
+"""What the kernel tells of connections."""
 
-import ctypes
 import socket
-import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack
 
 import psutil
 import pytest
-import zmq
 
 from reducer import tcp_connections
-from reducer.runtime.plain_transport import PlainTransport, make_context
-from reducer.wire.constants import HEADER_BYTES
 
 
 @pytest.fixture
@@ -24,69 +19,12 @@ def pair():
         yield client, accepted
 
 
-def traffic(descriptor):
-    """What has passed over the connection that has this number now."""
-    return tcp_connections.traffic(descriptor, tcp_connections.name(descriptor) or ())
-
-
-def moved(descriptor):
-    """Bytes read and written."""
-    return traffic(descriptor)[:2]
-
-
-def test_silence_is_since_the_latest_bytes_that_nobody_has_yet_to_read(pair):
-    client, accepted = pair
-
-    def silent_s():
-        return traffic(accepted.fileno()).silent_s
-
-    time.sleep(0.3)
-    assert silent_s() >= 0.25
-    client.sendall(b"x")
-    time.sleep(1.0)
-    assert silent_s() == 0.0, "what is late here is this process"
-    accepted.recv(1)
-    assert silent_s() >= 0.95
-    client.sendall(b"x")
-    accepted.recv(1)
-    assert silent_s() < 0.95
-
-
-def test_traffic_is_what_was_read_and_written(pair):
-    client, accepted = pair
-    client.sendall(b"x" * 1000)
-    assert moved(accepted.fileno()) == (0, 0), "nothing was read yet"
-    assert len(accepted.recv(600, socket.MSG_WAITALL)) == 600
-    accepted.sendall(b"y" * 50)
-    assert moved(accepted.fileno()) == (600, 50)
-
-
-def test_what_the_kernel_holds_was_written(pair):
-    _, accepted = pair
-    accepted.setblocking(False)
-    written = 0
-    with suppress(BlockingIOError):  # when the client's buffer is full, and the server's
-        while True:
-            written += accepted.send(bytes(1 << 16))
-    assert moved(accepted.fileno()) == (0, written)
-
-
-def test_an_ended_connection_is_at_its_end_for_both(pair):
+def test_a_connection_has_a_name_and_a_round_trip(pair):
     client, accepted = pair
     name = tcp_connections.name(accepted.fileno())
     assert name == (*accepted.getsockname(), *client.getsockname())
-    assert tcp_connections.end(accepted.fileno(), name)
-    assert client.recv(1) == accepted.recv(1) == b""
-
-
-def test_another_connection_of_that_number_is_left_alone(pair):
-    client, accepted = pair
-    name = tcp_connections.name(accepted.fileno())
-    assert name is not None
-    assert tcp_connections.traffic(client.fileno(), name) is None
-    assert not tcp_connections.end(client.fileno(), name)
-    client.sendall(b"x")
-    assert accepted.recv(1) == b"x"
+    assert 0.0 < tcp_connections.round_trip_s(accepted) < 10.0
+    assert tcp_connections.shortest_round_trip_s(accepted.fileno()) > 0.0
 
 
 def test_what_is_no_connection_is_none(tmp_path):
@@ -94,42 +32,5 @@ def test_what_is_no_connection_is_none(tmp_path):
     with (tmp_path / "file").open("wb") as file:
         for descriptor in (file.fileno(), 1 << 20) * 50:
             assert tcp_connections.name(descriptor) is None
-            assert traffic(descriptor) is None
-            assert not tcp_connections.end(descriptor, ("127.0.0.1", 1))
+            assert tcp_connections.shortest_round_trip_s(descriptor) == 0.0
     assert psutil.Process().num_fds() < before + 50, "each of them kept one"
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """Return the only socket of libzmq's that was made of a kind."""
-    sockets, make = [], zmq.Context.socket
-
-    def note(context, *given):
-        sockets.append(make(context, *given))
-        return sockets[-1]
-
-    monkeypatch.setattr(zmq.Context, "socket", note)
-    return lambda kind: next(one for one in sockets if one.type == kind)
-
-
-def test_libzmq_is_told_the_limits(made, context):
-    limits = {"max_chunk_bytes": 1 << 20, "handshake_s": 0.25}
-    with closing(PlainTransport("tcp://127.0.0.1:0", context, **limits)):
-        assert made(zmq.ROUTER).maxmsgsize == (1 << 20) + HEADER_BYTES
-        assert made(zmq.ROUTER).handshake_ivl == 250
-
-
-def test_the_numbers_of_peers_do_not_begin_alike():
-    """A peer that knows libzmq's next number can abort a reducer; nothing else seeds rand()."""
-    found = set()
-    for _ in range(4):
-        ctypes.CDLL(None).srand(1)  # as in a new process
-        context = make_context(1)
-        transport = PlainTransport("tcp://127.0.0.1:0", context)
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.connect(f"tcp://127.0.0.1:{transport.port}")
-            dealer.send(b"x")
-            found |= {peer for peer, *_ in transport.receive(10.0)}
-        transport.close()
-        context.destroy(linger=0)
-    assert len(found) == 4

@@ -19,12 +19,6 @@ from worker_client.runtime.transport import Transport
 BUSY_S = 1.1  # of a program that holds the GIL, say; longer than the patience of most peers
 
 
-@pytest.fixture(params=["compiled"])
-def impl(request):
-    """libzmq's threads do it for the plain one."""
-    return request.param
-
-
 def unread(peer):
     """Return the bytes that the peer has sent so far."""
     peer.setblocking(False)

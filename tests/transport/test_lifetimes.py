@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from reducer import kernels
+from reducer.engine import _slots
 from reducer.engine.engine import Engine
-from reducer.runtime import implementation as reducers
+from reducer.runtime.transport import Transport
 from reducer.wire.constants import DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
@@ -77,10 +78,9 @@ def test_a_loop_that_cannot_be_made_closes_nobodys_file():
 
 
 def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
+    transport = Transport("tcp://127.0.0.1:0")
     table = kernels.select(None)
-    chosen = reducers.select("compiled", table)
-    transport = chosen.transport("tcp://127.0.0.1:0", None)
-    engine = Engine(table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1")
+    engine = Engine(table, _slots, memory_limit=MIB, incarnation="1", address="here:1")
     with closing(transport):
         core = reducer_loop.Core(engine, transport)
         common = Header(MessageType.HELLO, job=fingerprint("job"), window=1 << 16)
@@ -108,7 +108,7 @@ def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
 
 def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process():
     with ExitStack() as stack:
-        hosted = stack.enter_context(reducer_here(impl="compiled", threads=2))
+        hosted = stack.enter_context(reducer_here(threads=2))
         composer = Composer(20.0, 20.0, context=hosted.context)
         ranks = stack.enter_context(ThreadPoolExecutor(2))
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from reducer import kernels
+from reducer.engine import _slots
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
-from reducer.runtime import compiled_transport
-from reducer.runtime import implementation as reducers
+from reducer.runtime import transport as reducer_transport
+from reducer.runtime._loop import Loop
 from reducer.runtime.guard import FAREWELL_S, Guard
 from reducer.wire.constants import HEADER_BYTES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
@@ -55,16 +56,13 @@ class Ends:
     """Both ends of a pair; each moves on when it is told to."""
 
     def __init__(self, stack, engine=Listener):
-        table = kernels.select(None)
-        chosen = reducers.select("compiled", table)
         context = {}
-        make = chosen.transport
-        self.reducer = make("tcp://127.0.0.1:0", context)
+        self.reducer = reducer_transport.Transport("tcp://127.0.0.1:0", context)
         stack.callback(self.reducer.close)
         self.engine = engine(
-            table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1"
+            kernels.select(None), _slots, memory_limit=MIB, incarnation="1", address="here:1"
         )
-        self._loop = chosen.loop(self.engine, self.reducer)
+        self._loop = Loop(self.engine, self.reducer)
         self.flight = CompiledFlight(Header(MessageType.HELLO))
         self.worker = worker_transport.Transport(self.flight, context)
         stack.enter_context(closing(self.worker))
@@ -174,7 +172,7 @@ def test_who_was_dropped_is_hung_up_on():
 def test_nobody_waits_for_who_ends_or_has_gone(ends, monkeypatch, together):
     ends.worker.send(0, Header(MessageType.HELLO).pack(), b"hello")
     ends.until(lambda: bool(ends.engine.heard))
-    for transport in (compiled_transport, worker_transport):
+    for transport in (reducer_transport, worker_transport):
         monkeypatch.setattr(transport, "LINGER_MS", 20_000)
     if not together:
         ends.reducer.close()
@@ -232,7 +230,7 @@ def test_an_end_is_joined_once(ends):
 
 def test_a_worker_beside_its_reducer_takes_no_socket():
     with ExitStack() as stack:
-        hosted = stack.enter_context(reducer_here(impl="compiled"))
+        hosted = stack.enter_context(reducer_here())
         spec = JobSpec("job", 0, 0, 1, (hosted.address,), MIB, inproc=hosted.inproc)
         composer = Composer(5.0, 5.0, context=hosted.context)
         client = stack.enter_context(composer.client(spec))

@@ -68,12 +68,12 @@ class Paused:
 
 
 @pytest.fixture
-def paused(impl, monkeypatch):
+def paused(monkeypatch):
     monotonic = time.monotonic
     monkeypatch.setattr(engine, "AWAY_S", PATIENCE_S)
     paused = Paused()
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + paused.leaps)
-    with reducer_here(impl=impl, handshake_timeout=PATIENCE_S / 2) as paused.server:
+    with reducer_here(handshake_timeout=PATIENCE_S / 2) as paused.server:
         yield paused
 
 

@@ -26,12 +26,6 @@ pytest.importorskip("worker_client.runtime._loop", reason="needs the compiled lo
 FEATURES = int(Feature.STREAMS | Feature.RESUME)
 
 
-@pytest.fixture
-def impl():
-    """The plain implementation cannot."""
-    return "compiled"
-
-
 class Counted(socket.socket):
     """A worker's end, whose bytes are counted both ways."""
 

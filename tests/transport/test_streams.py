@@ -14,12 +14,6 @@ from tests.transport.scripted import Reducer
 STREAMS = int(Feature.STREAMS)
 
 
-@pytest.fixture
-def impl():
-    """The plain implementation has none."""
-    return "compiled"
-
-
 def two(post):
     return [post.member("job", rank=rank, features=STREAMS, window=MIB) for rank in range(2)]
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from reducer.errors import MismatchError
-from reducer.runtime import implementation
 from reducer.wire.constants import MAX_CHUNK_BYTES, MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Welcome, decode, decode_error
-from tests.engine.twins import Served
+from tests.engine.twins import IMPLEMENTATIONS, Served
 from tests.wire.golden.sessions import SESSIONS
 from tests.zmtp._zmtp import Zmtp
 from worker_client.client.bootstrap import connect
@@ -58,10 +57,10 @@ def said(header, body):
     return header._replace(watermark=0, since=0, window=0), body
 
 
-@pytest.mark.parametrize("impl", implementation.NAMES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", SESSIONS)
-def test_a_reducer_hears_workers_of_0_1_0(name, impl):
-    served = Served(impl, address="here:1")
+def test_a_reducer_hears_workers_of_0_1_0(name, implementation):
+    served = Served(implementation, address="here:1")
     decoders = {(number, up): Decoder(up) for number in range(4) for up in range(2)}
     then, now = defaultdict(list), defaultdict(list)
     for number, up, data in records(name):
@@ -119,7 +118,6 @@ def contributed(messages):
     return whole
 
 
-@pytest.mark.usefixtures("impl")
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("name", sorted(SESSIONS.keys() - {"names"}))  # their order is chance
 def test_a_worker_hears_the_reducer_of_0_1_0(name, rank):

@@ -59,7 +59,7 @@ def check_sum(clients, value):
     assert all((tensor == len(clients) * value).all() for tensor in tensors)
 
 
-@pytest.mark.extended_cases("compiled-4-8KiB", "compiled-4-0")
+@pytest.mark.extended_cases("4-8KiB", "4-0")
 @pytest.mark.parametrize("threshold", ["64MiB", "8KiB", "0"])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_ranks_may_submit_in_any_order(job, threshold, world_size, monkeypatch):
@@ -170,7 +170,7 @@ def test_ranks_that_disagree_are_named_and_the_rest_is_reduced(job):
         assert (error.expected, error.got, error.name) == (16, 20, "odd")
 
 
-@pytest.mark.extended_cases("compiled-nothing")
+@pytest.mark.extended_cases("nothing")
 @pytest.mark.parametrize("busy", [False, True], ids=["nothing", "others"])
 def test_a_missing_tensor_is_named_and_fails_at_its_deadline(job, busy, monkeypatch, caplog):
     for module in (operation, tensor_queue):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
-from reducer.runtime.implementation import NAMES
+from tests.engine.twins import IMPLEMENTATIONS as NAMES
 from tests.waits import eventually
 from tests.worker_client.waits import at_all
 from worker_client.fusion import fusion, negotiation

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionTimeout
-from reducer.runtime.implementation import NAMES
 from reducer.wire.constants import DType, ReduceOp
+from tests.engine.twins import IMPLEMENTATIONS as NAMES
 from worker_client.fusion import negotiation
 from worker_client.fusion.negotiation import Tensor
 from worker_client.fusion.tensor_queue import twin

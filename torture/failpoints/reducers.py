@@ -1,7 +1,6 @@
 """A reducer's engine, kernels and transport with failpoints around them.
 
-The plain loop needs no more; in the compiled one they see what it leaves to Python, and `loop.c`
-passes the places of the rest.
+They see what the loop leaves to Python; `loop.c` passes the places of the rest.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from unittest import mock
 
 from reducer import server
 from reducer.engine.engine import Engine
-from reducer.runtime import implementation
+from reducer.runtime import transport
 from reducer.wire.constants import MessageType
-from torture.failpoints import REDUCER_LOOP, Place, arm, arm_module, message_type
+from torture.failpoints import REDUCER_LOOP, Place, arm_module, message_type
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,42 +23,23 @@ if TYPE_CHECKING:
     from reducer.engine.rounds import Send
     from reducer.kernels import Kernels
     from reducer.kernels.plain import BytesLike
-    from reducer.runtime.implementation import Implementation
-    from reducer.runtime.plain_transport import PlainTransport as _AnyTransport
     from reducer.wire.constants import DType, ReduceOp
     from reducer.wire.header import Buffer
     from torture.failpoints import Failpoint
-else:
-    _AnyTransport = object  # the real one comes after this among the bases
 
 
 def install(failpoints: Sequence[Failpoint]) -> None:
     """Have the reducers that this process makes from now on pass failpoints."""
-    select = implementation.select
-
-    def select_faulty(name: str | None, kernels: Kernels) -> Implementation:
-        chosen = select(name, kernels)
-        compiled = chosen.name == "compiled"
-        hit = arm_module(REDUCER_LOOP, failpoints) if compiled else arm(failpoints)
-        mock.patch.object(server, "Engine", partial(FaultyEngine, hit)).start()
-        faulty = (_FaultyTransport, chosen.transport)
-        transport: Any = type("FaultyTransport", faulty, {"_hit": staticmethod(hit)})
-        return chosen._replace(transport=transport)
-
-    mock.patch.object(implementation, "select", select_faulty).start()
+    hit = arm_module(REDUCER_LOOP, failpoints)
+    mock.patch.object(server, "Engine", partial(FaultyEngine, hit)).start()
+    faulty = type("FaultyTransport", (_FaultyTransport,), {"_hit": staticmethod(hit)})
+    mock.patch.object(transport, "Transport", faulty).start()
 
 
-class _FaultyTransport(_AnyTransport):
-    """A transport whose WELCOMEs, and contributions that Python receives, pass failpoints."""
+class _FaultyTransport(transport.Transport):
+    """A transport whose WELCOMEs pass failpoints."""
 
     _hit: Callable[[Place], bool]
-
-    def receive(self, timeout_s: float) -> Iterator[tuple[bytes, Buffer, Buffer, str]]:
-        """Yield messages that are not dropped."""
-        for message in super().receive(timeout_s):
-            contribution = message_type(message[1]) == MessageType.CONTRIBUTION
-            if not (contribution and self._hit(Place.REDUCER_RECEIVED)):
-                yield message
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
         """Send a message, unless it is dropped."""
@@ -73,7 +53,7 @@ class FaultyEngine(Engine):
     """An engine that passes failpoints before, between and after what it does.
 
     Args:
-        hit: what `arm` of the chosen implementation returned; the rest is `Engine`'s.
+        hit: what `arm_module` returned; the rest is `Engine`'s.
         kernels: what sums.
     """
 
@@ -84,7 +64,7 @@ class FaultyEngine(Engine):
 
     @property
     def kernels(self) -> Kernels:
-        """What sums in the compiled loop, which passes the places itself."""
+        """What sums in the loop, which passes the places itself."""
         return self._real_kernels
 
     # The loop sends each message before it takes the next one, so that here is between two sends.
