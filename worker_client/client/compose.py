@@ -18,7 +18,6 @@ from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
 from worker_client.communicators.membership import PATIENCE_S, Membership
 from worker_client.config import NAMED
-from worker_client.fusion import tensor_queue
 from worker_client.fusion.fusion import Fusion
 from worker_client.runtime.trace import Trace
 from worker_client.staging.wire_rule import WireRule
@@ -156,7 +155,6 @@ class Composer:
                 threshold=fusion_threshold,
                 cycle_s=cycle_s,
                 timeout_s=self.timeout_s,
-                submissions=tensor_queue.twin(self.implementation.name),
                 wire=wire,
                 trace=self.trace,
             )
