@@ -25,7 +25,7 @@ from tests.conftest import local_pool
 from tests.integration.calls import Board, process_of
 from tests.interrupts import BoomError, boom_at
 from tests.waits import eventually
-from worker_client.client.compose import Composer
+from worker_client.client import compose
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
@@ -33,9 +33,9 @@ from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
 from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
+from worker_client.config import WorkerConfig
 from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import Heartbeats, JobSpec
-from worker_client.runtime import implementation
 from worker_client.runtime.service_thread import STOP_S
 
 KINDS = {
@@ -69,17 +69,14 @@ def composed(kind, rank, servers, board, number):
     if falls_back:
         prefix = dist.PrefixStore(job, STORE)
         group = ProcessGroup(dist.ProcessGroupGloo(prefix, me, size, timedelta(seconds=20)))
-    wire_dtype = DType.BLOCK8 if "blocks" in kind else None
+    wire_dtype = "int8" if "blocks" in kind else "none"
     if "casting" in kind or kind.startswith("all"):
-        wire_dtype = DType.BFLOAT16
-    composer = Composer(
-        implementation.select(None),
-        20.0,
-        10.0,
-        wire_dtype=wire_dtype,
-        place=place,
-        meet=place and partial(board.meet, ranks=place.peers, local_rank=place.local_rank),
-    )
+        wire_dtype = "bf16"
+    settings = WorkerConfig(timeout=20.0, wire_dtype=wire_dtype)
+    node = None
+    if place is not None:
+        meet = partial(board.meet, ranks=place.peers, local_rank=place.local_rank)
+        node = compose.Node(place, meet)
     spec = JobSpec(
         job,
         0,
@@ -92,7 +89,8 @@ def composed(kind, rank, servers, board, number):
         process=str(rank),
         heartbeats=HEARTBEATS,
     )
-    return composer._around(composer._inner(spec, lambda: None, group), "ordered")
+    inner = compose.surviving(settings, spec, compose.flat(settings), group, left=lambda: None)
+    return compose.around(settings, inner, "ordered", node)
 
 
 STORE = dist.HashStore()

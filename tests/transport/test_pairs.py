@@ -20,7 +20,8 @@ from reducer.wire.header import Header
 from tests.conftest import reducer_here
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually, within_s
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.operation import Operation
@@ -236,8 +237,8 @@ def test_a_worker_of_another_implementation_takes_a_socket(impl, sockets):
     with ExitStack() as stack:
         hosted = stack.enter_context(reducer_here(impl="compiled"))
         spec = JobSpec("job", 0, 0, 1, (hosted.address,), MIB, inproc=hosted.inproc)
-        composer = Composer(workers.select(impl), 5.0, 5.0, context=hosted.context)
-        client = stack.enter_context(composer.client(spec))
+        settings = WorkerConfig(impl=impl, timeout=5.0, connect_timeout=5.0)
+        client = stack.enter_context(compose.client(settings, spec, server=hosted))
         data = np.ones(1000, np.float32)
         assert (client.all_reduce(data).wait(5) == 1).all()
         (lane,) = hosted.observer.status().lanes

@@ -13,10 +13,10 @@ from reducer.errors import ReductionTimeout
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from tests import inside
 from tests.worker_client.waits import at_all
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import implementation
 
 SIZES = (1, 0, 1000, 3, 5, 1 << 18, 7, 65536, 1 << 16)  # elements: some are cut, some are large
 OPS = ("sum", "max", "min", "mean", "product")
@@ -42,7 +42,8 @@ def two(pool, request):
 
     def make(rank, impl):
         spec = JobSpec(request.node.name, 0, rank, 2, tuple(pool), 0)
-        return Composer(implementation.select(impl), 20.0, 20.0).client(spec)
+        settings = WorkerConfig(impl=impl, timeout=20.0, connect_timeout=20.0)
+        return compose.client(settings, spec)
 
     with ExitStack() as stack, ThreadPoolExecutor(2) as threads:
         yield [

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reducer.wire.messages import Straggler
-    from worker_client.client.admission import Admission
+    from worker_client.client.admission import Admission, Resources
     from worker_client.communicators.communicator import Communicator, Counters
     from worker_client.communicators.elastic import Change
     from worker_client.fusion.fusion import Fusion
@@ -43,64 +43,26 @@ if TYPE_CHECKING:
     from worker_client.work import Work
 
 
-class Departure:
-    """What is done after the farewell of a client, by the thread that has said it.
-
-    Whatever ends the client comes here: its `shutdown`, or an error of its own in the thread that
-    moves its all-reduces on.
-
-    Args:
-        stop_host: stops the reducer that this rank hosts, if it does.
-
-    Attributes:
-        failure: what that has raised.
-        fusion: of calls with names, which then end as well, once there is a client.
-    """
-
-    def __init__(self, stop_host: Callable[[], object] | None = None) -> None:
-        self.failure: BaseException | None = None
-        self.fusion: Fusion | None = None
-        self._stop_host = stop_host
-
-    def __call__(self) -> None:
-        """Do it."""
-        try:
-            if self._stop_host is not None:
-                self._stop_host()
-        except BaseException as failure:  # noqa: BLE001 (whoever shuts the client down gets it)
-            self.failure = failure
-        if self.fusion is not None and not self.fusion.closing:
-            # Not here: it waits for callbacks, of which one may wait for this thread.
-            threading.Thread(target=self.fusion.stop, name="leave", daemon=True).start()
-
-
 class Client:
     """One worker of one job. Threads may share it; a forked child may not use it.
 
-    Args:
-        ordered: has joined the job; all-reduces in the order of calls go through it.
-        fusion: what reduces tensors that have names.
-        wire: what tensors travel as.
-        impl: name of the implementation.
-        timeout_s: default for `all_reduce`, in seconds.
-        departure: what `ordered` does after its farewell.
-        trace: shows what becomes of calls, while there is a timeline.
-        admission: how ranks join; None where none can.
-        enter: joins another job at the same reducers, from its spec.
+    Through `ordered`, which has joined the job, go all-reduces in the order of calls; it releases
+    `resources` after its farewell. `enter` joins another job at the same reducers, from its spec.
 
     Attributes:
+        timeout_s: default for `all_reduce`, in seconds.
+        impl: name of the implementation.
         on_end: called once, with this client, when it begins to shut down.
     """
 
     def __init__(
         self,
         ordered: Communicator,
-        fusion: Fusion,
+        resources: Resources,
         *,
         wire: WireRule,
         impl: str,
         timeout_s: float,
-        departure: Departure,
         trace: Trace,
         admission: Admission | None = None,
         enter: Callable[[JobSpec], Client] | None = None,
@@ -109,11 +71,10 @@ class Client:
         self.impl = impl
         self.on_end: Callable[[Client], None] | None = None
         self._ordered = ordered
-        self._fusion = fusion
+        self._resources = resources
         self._wire = wire
         self._casts = wire.wire_dtype is not None
         self._piecewise = ordered.piecewise
-        self._departure = departure
         self._admission = admission
         self._enter = enter
         self._meter = CallMeter()
@@ -124,7 +85,10 @@ class Client:
         self._staging = DeviceStaging(ordered.submit, trace)
         self._submit = ordered.submit  # until there is a tensor on a device
         self._forks = service_thread.forks
-        departure.fusion = fusion
+
+    @property
+    def _fusion(self) -> Fusion:
+        return self._resources.fusion
 
     @property
     def spec(self) -> JobSpec:
@@ -323,27 +287,9 @@ class Client:
                     self._check_usable()
                     refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
                     return self._stage(call, data, op, timeout, residual=residual, exact=exact)
-                view, dtype, write_back = host_buffer(data)
-                call.nbytes = view.nbytes
-                reduction, timeout_s = None, self.timeout_s
-                if timeout is None and type(op) is str:
-                    reduction = DEFINED.get((dtype, op))  # a call less, mostly
-                if reduction is None:
-                    reduction, timeout_s = parse(dtype, op, None, timeout, timeout_s)
-                operation = Operation(
-                    view,
-                    dtype,
-                    reduction,
-                    None,
-                    timeout_s,
-                    call=call,
-                    data=data,
-                    write_back=write_back,
-                    lead=self._ordered.wait,
-                    ended=call,
-                )
+                operation = self._operation(call, data, op, timeout)
                 if self._casts or residual is not None:
-                    self._round(operation, view.nbytes, residual, exact)
+                    self._round(operation, operation.view.nbytes, residual, exact)
                 if weight is not None:
                     self._start_weighted(operation, weight)
                 else:
@@ -428,8 +374,8 @@ class Client:
         self._staging.stop(wait=not self._ordered.in_callback)
         self._trace.stop()
         atexit.unregister(self.shutdown)  # who registered that would keep all of this
-        if self._departure.failure is not None:
-            raise self._departure.failure
+        if self._resources.failure is not None:
+            raise self._resources.failure
 
     def start_timeline(self, path: str | PathLike[str]) -> None:
         """Write what happens from now on to a file, which Perfetto opens.
@@ -525,17 +471,7 @@ class Client:
                 "are those of a pool (REDUCTION_SERVERS)"
             )
         _, timeout_s = parse(DType.INT64, ReduceOp.MAX, None, timeout, self.timeout_s)
-        earlier = self._fusion
-        try:
-            return self._admission.admit(timeout_s, self._is_busy)
-        finally:
-            self._fusion = self._admission.fusion
-            if earlier is not self._fusion:  # all have left it behind
-                self._departure.fusion = self._fusion
-                earlier.stop()
-                self._meter.bytes_reduced += earlier.bytes_reduced
-                self._meter.calls += earlier.calls
-                self._meter.waited_s += earlier.waited_s
+        return self._admission.admit(timeout_s, self._is_busy)
 
     @property
     def admits(self) -> bool:
@@ -570,6 +506,30 @@ class Client:
         return self._ordered.busy or not self._staging.in_order or self._fusion.busy
 
     # -- the way of an all-reduce -------------------------------------------------------------
+
+    def _operation(
+        self, call: MeteredCall, data: Any, op: str | ReduceOp, timeout: float | str | None
+    ) -> Operation:
+        """Return the all-reduce of a call of what is in host memory."""
+        view, dtype, write_back = host_buffer(data)
+        call.nbytes = view.nbytes
+        reduction, timeout_s = None, self.timeout_s
+        if timeout is None and type(op) is str:
+            reduction = DEFINED.get((dtype, op))  # a call less, mostly
+        if reduction is None:
+            reduction, timeout_s = parse(dtype, op, None, timeout, timeout_s)
+        return Operation(
+            view,
+            dtype,
+            reduction,
+            None,
+            timeout_s,
+            call=call,
+            data=data,
+            write_back=write_back,
+            lead=self._ordered.wait,
+            ended=call,
+        )
 
     def _start_weighted(self, operation: Operation, weight: float) -> None:
         if self.spec.elastic:

@@ -175,14 +175,14 @@ class FlatCommunicator(Driver, Communicator):
     def __init__(
         self,
         spec: JobSpec,
-        implementation: Implementation,
+        left: Callable[[], None] = lambda: None,
+        hand_over: Callable[[list[Unfinished]], None] | None = None,
         *,
+        implementation: Implementation,
         io_threads: int,
         context: Any,
         keys: Keys | None = None,
         trace: Trace | None = None,
-        left: Callable[[], None] = lambda: None,
-        hand_over: Callable[[list[Unfinished]], None] | None = None,
     ) -> None:
         inproc = {
             address: endpoint

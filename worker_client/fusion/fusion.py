@@ -66,7 +66,6 @@ class Fusion:
 
     Args:
         make: makes the communicator; called once, by a thread of its own or in `open`.
-        rank, world_size: who we are.
         threshold: most bytes of a fusion buffer; 0 to pack nothing.
         cycle_s: how long a tensor waits for the next one, seconds.
         timeout_s: of tensors whose caller names none.
@@ -153,15 +152,8 @@ class Fusion:
     ) -> Work:
         """Start the all-reduce of a tensor, as soon as all ranks have submitted it.
 
-        Args:
-            data: as of `Client.all_reduce`, as are the others.
-            op: reduction.
-            name: the same at every rank, and not that of another one in progress.
-            timeout: until it fails.
-            exact: whether it travels as it is.
-            shape: as there.
-            residual: as there.
-            check: called first; raises a ReductionError if the call may not be made.
+        The arguments are those of `Client.all_reduce`, but for `check`: called first, it raises a
+        ReductionError if the call may not be made.
 
         Raises:
             ConfigError: an argument is not supported, or another one of this name is in progress.
@@ -188,13 +180,9 @@ class Fusion:
     def join(self, data: Any, stand_in: StandIn) -> Work:
         """Start the sum of an array over all ranks that ends when no rank has anything else left.
 
-        Until then this rank takes part in the others' calls. The timeout counts from the latest
-        one.
-
-        Args:
-            data: as of `submit`.
-            stand_in: returns what this rank contributes to a tensor of others, or raises a
-                ReductionError that says why it does not; called in this object's thread.
+        Until then this rank takes part in the others' calls: `stand_in`, called in this object's
+        thread, returns what it contributes to a tensor, or raises a ReductionError that says why it
+        does not. The timeout counts from the latest one.
 
         Raises:
             ConfigError, ReductionError: as `submit`.
@@ -229,6 +217,13 @@ class Fusion:
             self._communicator.stop()
         if not in_callback:
             self._thread.wait_for_end()
+
+    def follow(self, earlier: Fusion) -> None:
+        """Take the place of an earlier one, which stops, and count on from there."""
+        earlier.stop()
+        self.calls += earlier.calls
+        self.bytes_reduced += earlier.bytes_reduced
+        self._queue.waited_s += earlier.waited_s
 
     def _lead(self, done: Callable[[], bool], until: float) -> None:
         if self._thread.is_current:
@@ -314,9 +309,7 @@ class Fusion:
         early = time.monotonic() - LATE_S
         for request in takewhile(lambda one: one.begun < early, mine):  # the oldest come first
             request.missing = self._negotiation.missing_ranks(request.key)
-        together = group(
-            decision.ready, self._threshold, self._is_rounded, apart=self._wire.apart
-        )
+        together = group(decision.ready, self._threshold, self._is_rounded, apart=self._wire.apart)
         groups = [self._queue.take(tensor.name for tensor in tensors) for tensors in together]
         self.calls += sum(map(len, groups))
         for requests in groups:
