@@ -219,7 +219,7 @@ def test_a_reducer_may_die_between_the_pieces(impl, wire):
 
 def open_at(client):
     """What is in progress at the reducers."""
-    return list(inside.communicator(client).flat.open)
+    return list(inside.driver(client).open)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job):
 
 def test_a_shutdown_between_two_pieces_ends_the_call(job):
     (client,) = job(1, wire_dtype="bf16")
-    driver, count = inside.communicator(client).flat, []
+    driver, count = inside.driver(client), []
     submit = driver.submit
 
     def stop_after_three(operation):

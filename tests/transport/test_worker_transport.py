@@ -125,7 +125,7 @@ def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(transport, reduce
 @pytest.mark.parametrize("impl", ["compiled"], indirect=True)
 def test_a_ping_without_news_stays_in_the_loop(joined, monkeypatch):
     client, (reducer,) = joined()
-    session, heard = inside.communicator(client).flat.session, []
+    session, heard = inside.driver(client).session, []
     receive = session.receive
 
     def note(link, frame, payload, now):

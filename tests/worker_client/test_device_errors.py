@@ -141,7 +141,7 @@ def test_shut_down_in_a_callback_while_others_wait_for_ranks(job, devices):
     clients = job(2)
 
     def leave(_):
-        driver = inside.communicator(clients[0]).flat
+        driver = inside.driver(clients[0])
         eventually(lambda: len(driver.open) == 3)  # pieces of 4096 bytes, which were submitted
         clients[0].shutdown()
         eventually(lambda: staging_threads() == {"to-device"})

@@ -151,7 +151,7 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
 
 
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, monkeypatch):
-    session = inside.communicator(client).flat.session
+    session = inside.driver(client).session
     tick = session.tick
 
     def broken(now):
@@ -198,7 +198,7 @@ def test_a_call_whose_client_ends_meanwhile_ends_too(client, monkeypatch):
         ended.append(not own_threads())
         return []
 
-    monkeypatch.setattr(inside.communicator(client).flat.session, "submit", submit)
+    monkeypatch.setattr(inside.driver(client).session, "submit", submit)
     inside.replace_lead(monkeypatch, client, lambda lead: Late(lead, client.shutdown))
     with pytest.raises(LocalProtocolError, match="shut down"):
         client.all_reduce(np.ones(4), op="sum").wait(10)

@@ -121,9 +121,8 @@ class Client:
     @property
     def lanes(self) -> list[int]:
         """Number of links to each reducer, one to each of its threads."""
-        session = self._ordered.flat.session
-        reducers = [link.reducer for link in session.links]
-        return [reducers.count(reducer) for reducer in range(len(session.spec.reducers))]
+        reducers = [link.reducer for link in self._ordered.links]
+        return [reducers.count(reducer) for reducer in range(max(reducers) + 1)]
 
     @property
     def in_use(self) -> list[bool]:
@@ -388,7 +387,7 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
         self._check_usable()
-        self._trace.start(Path(path), self._ordered.flat.spec)
+        self._trace.start(Path(path), self.spec)
 
     def stop_timeline(self) -> None:
         """Complete the file; nothing more is written to it."""

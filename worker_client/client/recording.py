@@ -325,7 +325,7 @@ class RecordingClient(Client):
                 "calls": self._made,
                 "links": [
                     {"reducer": link.address, "state": link.state.name, "connected": link.up}
-                    for link in tuple(self._ordered.flat.session.links)
+                    for link in tuple(self._ordered.links)
                 ],
                 "counters": self.counters._asdict(),
                 "straggler": None if straggler is None else asdict(straggler),

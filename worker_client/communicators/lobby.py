@@ -138,7 +138,7 @@ class _Table:
     def check(self) -> None:
         """Raise a ReductionError if the other one has left, or this one is to leave."""
         self._check()
-        if self._communicator.session.lost_ranks:
+        if self._communicator.lost_ranks:
             raise LocalProtocolError("the other one has left")
 
     def close(self) -> None:
