@@ -55,17 +55,12 @@ log = logging.getLogger(__name__)
 
 
 class Entry:
-    """One call of this rank.
+    """One call of this rank, of what is in `data`.
 
-    Args:
+    Attributes:
         group: `ORDERED` or `NAMED`.
         number: of the call, from 0: among those without a name, or those of its name; None: it is
             not known yet, or the call was refused.
-        name: the caller's.
-        data: what is to be reduced.
-        op: reduction.
-
-    Attributes:
         work: its handle; None where the call was refused at this rank.
         error: what it ended with, if it did, and badly.
         ended_ns: when it ended, of the wall clock; 0 while it goes on.
@@ -93,9 +88,8 @@ class Entry:
     def described(self, place: int, *, scheduled: bool) -> dict[str, Any]:
         """Return it in the form of the file.
 
-        Args:
-            place: in the order of its group that is the same at every rank.
-            scheduled: whether some rank has not made it yet, as far as is known.
+        It has `place` in the order of its group that is the same at every rank. `scheduled`: some
+        rank has not made it yet, as far as is known.
         """
         well = self.ended_ns > 0 and self.error is None
         size, dtype = [self.shape], [_DTYPES.get(self.dtype, self.dtype)]

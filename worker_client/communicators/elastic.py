@@ -82,13 +82,10 @@ class _Earlier:
 class ElasticCommunicator(Communicator):
     """Goes on without lost ranks: a communicator for each membership, one after another.
 
-    Args:
-        membership: that this rank begins in, or joins.
-        enter: makes a communicator in a membership, from its spec and its `left`.
-        left: called once, after the farewell.
-        timeout_s: for the ranks that are left to reconcile.
-        connect_timeout_s: for the reducers to admit them.
-        joins: whether the others of it are at work already, and let this rank in.
+    It begins in `membership`; if it `joins`, the others of that are at work already, and let this
+    rank in. `enter` makes a communicator in a membership, from its spec and its `left`; `left` is
+    called once, after the farewell. The ranks that are left have `timeout_s` to reconcile, the
+    reducers `connect_timeout_s` to admit them.
 
     Attributes:
         on_change: called by the thread that reconciles, with every new membership.
@@ -200,14 +197,10 @@ class ElasticCommunicator(Communicator):
     # -- ranks that join, and ranks that are lost elsewhere -----------------------------------
 
     def admit(self, more: int, timeout_s: float) -> bool:
-        """Let ranks in that wait: all ranks call this with no call in progress.
+        """Let ranks in that wait: all ranks call this, in `timeout_s`, with no call in progress.
 
-        Args:
-            more: how many are ready to join, as far as this rank knows.
-            timeout_s: for the other ranks to call this.
-
-        Returns:
-            Whether ranks have joined, the same at all ranks. They may be lost by now.
+        `more` are ready to join, as far as this rank knows. Return whether ranks have joined, the
+        same at all ranks; they may be lost by now.
         """
         numbers = memoryview(array("q", [more])).cast("B")
         entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))

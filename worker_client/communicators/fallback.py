@@ -64,15 +64,11 @@ class Stay:
 
 
 class FallbackCommunicator(Communicator):
-    """A flat communicator, and a process group that stands in for its reducers.
+    """A flat communicator, and a process group of all ranks that stands in for its reducers.
 
-    Args:
-        spec: of the job.
-        enter: makes a communicator of a job, from its spec, its `left` and its `hand_over`.
-        group: of all ranks.
-        left: called once, after the farewell.
-        returns: whether the ranks go back to the reducers.
-        announced: whether another one says, at the same time, where all-reduces go.
+    `enter` makes a communicator of a job, from its spec, its `left` and its `hand_over`; `left` is
+    called once, after the farewell. `returns`: the ranks go back to the reducers. `announced`:
+    another one says, at the same time, where all-reduces go.
     """
 
     def __init__(

@@ -146,12 +146,7 @@ class TensorQueue(_tensor_queue.QueueState):
     def await_round(self, now: float, again_at: float) -> bool:
         """Wait until a round may be due, for `LOOK_S` at most where a deadline could pass.
 
-        Args:
-            now: in seconds of the monotonic clock.
-            again_at: none is due before, by the same clock, unless there are news.
-
-        Returns:
-            Whether one is due now.
+        Without news none is due before `again_at`. Return whether one is due `now`.
         """
         with self.changed:
             self._fail_refused()
@@ -188,9 +183,7 @@ class TensorQueue(_tensor_queue.QueueState):
     def expire(self, now: float, besides: Collection[Request] = ()) -> None:
         """Fail those that have no time left, and warn of those that have waited for long.
 
-        Args:
-            now: in seconds of the monotonic clock.
-            besides: those that may not fail now, as other ranks were told that they are here.
+        Those `besides` may not fail now, as other ranks were told that they are here.
         """
         mine = self.all()
         overdue = [one for one in mine if one.deadline <= now and one not in besides]
