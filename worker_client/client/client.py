@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -43,6 +43,19 @@ if TYPE_CHECKING:
     from worker_client.work import Work
 
 
+class CallObserver(Protocol):
+    """Sees all calls of a client, when they are made or refused, and when they have ended."""
+
+    def begun(self, name: object, data: Any, op: object, work: Work | None = None) -> Any:
+        """Take note of a call, and follow its handle to its end; return what `ended` is given."""
+
+    def ended(self, call: Any, error: BaseException | None) -> None:
+        """Take note of how a call has ended."""
+
+    def finish(self) -> None:
+        """Take note that the client has ended."""
+
+
 class Client:
     """One worker of one job. Threads may share it; a forked child may not use it.
 
@@ -53,6 +66,7 @@ class Client:
         timeout_s: default for `all_reduce`, in seconds.
         impl: name of the implementation.
         on_end: called once, with this client, when it begins to shut down.
+        observer: sees its calls, if there is one.
     """
 
     def __init__(
@@ -70,6 +84,7 @@ class Client:
         self.timeout_s = timeout_s
         self.impl = impl
         self.on_end: Callable[[Client], None] | None = None
+        self.observer: CallObserver | None = None
         self._ordered = ordered
         self._resources = resources
         self._wire = wire
@@ -256,48 +271,49 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
             DeviceError: a device failed, now or in an earlier call.
         """
-        exact = bool(exact)
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
             check = partial(self._check_named, weight, residual, exact, shape)
-            return self._fusion.submit(
-                data,
-                op,
-                name,
-                timeout,
-                exact=exact,
-                shape=shape,
-                residual=residual,
-                check=check,
-            )
+            try:
+                work = self._fusion.submit(
+                    data,
+                    op,
+                    name,
+                    timeout,
+                    exact=bool(exact),
+                    shape=shape,
+                    residual=residual,
+                    check=check,
+                )
+            except BaseException as error:
+                self._observe_refusal(name, data, op, error)
+                raise
+            if self.observer is not None:
+                self.observer.begun(name, data, op, work)
+            return work
         if service_thread.forks != self._forks:  # now: who held the lock is not in this process
             self._check_usable()
         call = MeteredCall(self._meter)
         with self._order:
             try:
                 call.begin()  # first: a call that is interrupted in a function below has a number
-                self._give_up()
+                if self._given_up:
+                    self._give_up()
                 if self._casts:
                     self._check_usable()  # before a residual is used up; others see it later
                 if shape:
                     raise ConfigError("shape= is compared in calls with a name: give name= as well")
-                array = type(data) is np.ndarray  # which is no tensor, and asked faster
-                if self._piecewise and not array and is_on_device(data):
-                    self._check_usable()
-                    refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
-                    return self._stage(call, data, op, timeout, residual=residual, exact=exact)
-                operation = self._operation(call, data, op, timeout)
-                if self._casts or residual is not None:
-                    self._round(operation, operation.view.nbytes, residual, exact)
-                if weight is not None:
-                    self._start_weighted(operation, weight)
-                else:
-                    self._submit(operation)
-                return operation
+                operation = self._start(
+                    call, data, op, timeout, weight=weight, residual=residual, exact=exact
+                )
             except BaseException as error:
                 self._given_up.append((call, error))  # first: a second interrupt may follow
                 self._give_up()
+                self._observe_refusal(None, data, op, error)
                 raise
+            if self.observer is not None:
+                self.observer.begun(None, data, op, operation)
+            return operation
 
     def join(self, data: Any, stand_in: Callable[[Tensor], Any]) -> Work:
         """Start a sum that ends when all ranks have started it, and no call with a name is left.
@@ -325,10 +341,11 @@ class Client:
             name: the next call of this name is meant; None for the next one without a name.
         """
         self._check_usable()
-        if name is not None:
-            self._fusion.decline(name, why)
-            return
         with self._order:
+            self._observe_refusal(name, None, "declined", why)
+            if name is not None:
+                self._fusion.decline(name, why)
+                return
             call = MeteredCall(self._meter)
             call.begin()
             self._given_up.append((call, why))
@@ -373,6 +390,8 @@ class Client:
         self._staging.stop(wait=not self._ordered.in_callback)
         self._trace.stop()
         atexit.unregister(self.shutdown)  # who registered that would keep all of this
+        if self.observer is not None:
+            self.observer.finish()
         if self._resources.failure is not None:
             raise self._resources.failure
 
@@ -506,10 +525,23 @@ class Client:
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
-    def _operation(
-        self, call: MeteredCall, data: Any, op: str | ReduceOp, timeout: float | str | None
+    def _start(
+        self,
+        call: MeteredCall,
+        data: Any,
+        op: str | ReduceOp,
+        timeout: float | str | None,
+        *,
+        weight: float | None,
+        residual: Any,
+        exact: bool,
     ) -> Operation:
-        """Return the all-reduce of a call of what is in host memory."""
+        """Start the all-reduce of a call without a name, and return it."""
+        array = type(data) is np.ndarray  # which is no tensor, and asked faster
+        if self._piecewise and not array and is_on_device(data):
+            self._check_usable()
+            refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
+            return self._stage(call, data, op, timeout, residual=residual, exact=exact)
         view, dtype, write_back = host_buffer(data)
         call.nbytes = view.nbytes
         reduction, timeout_s = None, self.timeout_s
@@ -517,7 +549,7 @@ class Client:
             reduction = DEFINED.get((dtype, op))  # a call less, mostly
         if reduction is None:
             reduction, timeout_s = parse(dtype, op, None, timeout, timeout_s)
-        return Operation(
+        operation = Operation(
             view,
             dtype,
             reduction,
@@ -529,6 +561,13 @@ class Client:
             lead=self._ordered.wait,
             ended=call,
         )
+        if self._casts or residual is not None:
+            self._round(operation, view.nbytes, residual, exact)
+        if weight is not None:
+            self._start_weighted(operation, weight)
+        else:
+            self._submit(operation)
+        return operation
 
     def _start_weighted(self, operation: Operation, weight: float) -> None:
         if self.spec.elastic:
@@ -555,7 +594,7 @@ class Client:
         *,
         residual: Any,
         exact: bool,
-    ) -> Work:
+    ) -> Operation:
         """Start an all-reduce of a tensor on a device."""
         flat = flatten(tensor)
         reduction, timeout_s = parse(flat.dtype, op, None, timeout, self.timeout_s)
@@ -587,6 +626,10 @@ class Client:
                 self._refuse(call, why)
             call(why)
             self._given_up.popleft()
+
+    def _observe_refusal(self, name: object, data: Any, op: object, why: BaseException) -> None:
+        if self.observer is not None:
+            self.observer.ended(self.observer.begun(name, data, op), why)
 
     def _refuse(self, call: MeteredCall, why: BaseException) -> None:
         nothing = memoryview(b"")

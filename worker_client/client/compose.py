@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.errors import ConfigError
 from worker_client.client.admission import Admission, Resources
 from worker_client.client.client import Client
-from worker_client.client.recording import RecordingClient
+from worker_client.client.recording import CallLog
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
@@ -117,13 +117,10 @@ def client(
     admission: Admission | None = None
     if isinstance(inner, ElasticCommunicator):
         admission = Admission(inner, enter, named, resources, newcomer=joins)
-    make: Callable[..., Client] = Client
-    if settings.dump is not None:
-        # Between nodes each local rank has a job of its own.
-        make = partial(RecordingClient, settings.dump, None if node is None else node.place.across)
+    ordered = around(settings, inner, "ordered", node)
     alone = settings.model_copy(update={"dump": None})
-    made = make(
-        around(settings, inner, "ordered", node),
+    made = Client(
+        ordered,
         resources,
         wire=WireRule(WIRE_DTYPES[settings.wire_dtype]),
         impl=enter.keywords["implementation"].name,
@@ -132,6 +129,10 @@ def client(
         admission=admission,
         enter=None if node is not None else partial(client, alone, keys=keys),
     )
+    if settings.dump is not None:
+        # Between nodes each local rank has a job of its own.
+        across = None if node is None else node.place.across
+        made.observer = CallLog(settings.dump, made, ordered, resources, across)
     try:
         if application is not None and admission is not None:
             admission.enter_job(application)
