@@ -1,9 +1,27 @@
 """The one file that reads private attributes of the product's objects; each says why."""
 
+from worker_client.communicators.communicator import FlatCommunicator
+
 
 def communicator(client):
     """The driver in it says what is on the way, of which callers see the end alone."""
     return client._ordered
+
+
+def core(client):
+    """Return what moves the all-reduces of a client on now."""
+    found = communicator(client)
+    while not isinstance(found, FlatCommunicator):
+        found = found.inner
+    return found.core
+
+
+def session(client):
+    """Return what decides for a client now."""
+    found = communicator(client)
+    while not isinstance(found, FlatCommunicator):
+        found = found.inner
+    return found.session
 
 
 def blocks(client):

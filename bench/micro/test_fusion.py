@@ -3,15 +3,15 @@
 1000 tensors of 4 KiB at a time, as `bench.fusion` has; `nbytes` are those of all.
 """
 
-import threading
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from worker_client.fusion._tensor_queue import pack, unpack
 from worker_client.fusion.fusion import fusion_buffers
-from worker_client.fusion.tensor_queue import Request, Submissions, twin
+from worker_client.fusion.tensor_queue import Request, TensorQueue
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -21,30 +21,23 @@ NBYTES = TENSORS * ELEMENTS * 4
 ROUNDS = 100
 WARM_UP = 5
 
-pytestmark = [
-    pytest.mark.benchmark(max_time=0.2),
-    pytest.mark.parametrize("impl", ["compiled", "plain"]),
-]
+pytestmark = pytest.mark.benchmark(max_time=0.2)
 
 
 class Worker:
     """A rank with tensors that it submits again and again."""
 
-    def __init__(self, impl: str) -> None:
+    def __init__(self) -> None:
         rng = np.random.default_rng(0)
         self.tensors: list[Array] = [
             rng.standard_normal(ELEMENTS, np.float32) for _ in range(TENSORS)
         ]
         self._names = [f"layer{at}.weight" for at in range(TENSORS)]
-        lock = threading.RLock()
-        make = twin(impl)
-        self.submissions: Submissions = make(
-            threading.Condition(lock), lock, lambda _done, _until: None, 60.0, 64 << 20
-        )
+        self.queue = TensorQueue(lambda _done, _until: None, 60.0, 64 << 20, cycle_s=0.001)
 
     def submit(self) -> list[Request]:
         """Submit every tensor under its name."""
-        submit = self.submissions.submit
+        submit = self.queue.submit
         return [
             submit(tensor, "sum", name, None, exact=False)
             for tensor, name in zip(self.tensors, self._names, strict=True)
@@ -52,7 +45,7 @@ class Worker:
 
     def withdraw(self) -> None:
         """Forget the requests, so that their names can be submitted again."""
-        self.submissions.requests.clear()
+        self.queue.end(self.queue.take(list(self.queue.requests)), None)
 
 
 def describe(benchmark: BenchmarkFixture, what: str) -> None:
@@ -60,8 +53,8 @@ def describe(benchmark: BenchmarkFixture, what: str) -> None:
     benchmark.extra_info["nbytes"] = NBYTES
 
 
-def test_submit(benchmark: BenchmarkFixture, impl: str) -> None:
-    worker = Worker(impl)
+def test_submit(benchmark: BenchmarkFixture) -> None:
+    worker = Worker()
     describe(benchmark, "submit")
     requests = benchmark.pedantic(
         worker.submit, setup=worker.withdraw, rounds=ROUNDS, warmup_rounds=WARM_UP, iterations=1
@@ -70,11 +63,10 @@ def test_submit(benchmark: BenchmarkFixture, impl: str) -> None:
     assert views == [tensor.tobytes() for tensor in worker.tensors]
 
 
-def test_pack(benchmark: BenchmarkFixture, impl: str) -> None:
-    worker = Worker(impl)
+def test_pack(benchmark: BenchmarkFixture) -> None:
+    worker = Worker()
     requests = worker.submit()
     buffers = fusion_buffers()
-    pack = worker.submissions.pack
 
     def pack_all() -> memoryview:
         memory = buffers.take(NBYTES)
@@ -87,11 +79,10 @@ def test_pack(benchmark: BenchmarkFixture, impl: str) -> None:
     assert bytes(benchmark(pack_all)) == np.concatenate(worker.tensors).tobytes()
 
 
-def test_unpack(benchmark: BenchmarkFixture, impl: str) -> None:
+def test_unpack(benchmark: BenchmarkFixture) -> None:
     """Each tensor gets its part of the result, and its request ends."""
-    worker = Worker(impl)
+    worker = Worker()
     reduced = np.random.default_rng(1).standard_normal(TENSORS * ELEMENTS, np.float32)
-    unpack = worker.submissions.unpack
 
     def setup() -> tuple[tuple[list[Request], memoryview], dict[str, object]]:
         worker.withdraw()

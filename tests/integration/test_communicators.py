@@ -25,7 +25,7 @@ from tests.conftest import local_pool
 from tests.integration.calls import Board, process_of
 from tests.interrupts import BoomError, boom_at
 from tests.waits import eventually
-from worker_client.client.compose import Composer
+from worker_client.client import compose
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
@@ -33,6 +33,7 @@ from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
 from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
+from worker_client.config import WorkerConfig
 from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime.service_thread import STOP_S
@@ -68,16 +69,14 @@ def composed(kind, rank, servers, board, number):
     if falls_back:
         prefix = dist.PrefixStore(job, STORE)
         group = ProcessGroup(dist.ProcessGroupGloo(prefix, me, size, timedelta(seconds=20)))
-    wire_dtype = DType.BLOCK8 if "blocks" in kind else None
+    wire_dtype = "int8" if "blocks" in kind else "none"
     if "casting" in kind or kind.startswith("all"):
-        wire_dtype = DType.BFLOAT16
-    composer = Composer(
-        20.0,
-        10.0,
-        wire_dtype=wire_dtype,
-        place=place,
-        meet=place and partial(board.meet, ranks=place.peers, local_rank=place.local_rank),
-    )
+        wire_dtype = "bf16"
+    settings = WorkerConfig(timeout=20.0, wire_dtype=wire_dtype)
+    node = None
+    if place is not None:
+        meet = partial(board.meet, ranks=place.peers, local_rank=place.local_rank)
+        node = compose.Node(place, meet)
     spec = JobSpec(
         job,
         0,
@@ -90,7 +89,8 @@ def composed(kind, rank, servers, board, number):
         process=str(rank),
         heartbeats=HEARTBEATS,
     )
-    return composer._around(composer._inner(spec, lambda: None, group), "ordered")
+    inner = compose.surviving(settings, spec, compose.flat(settings), group, left=lambda: None)
+    return compose.around(settings, inner, "ordered", node)
 
 
 STORE = dist.HashStore()
@@ -266,7 +266,7 @@ def straggler_of(one):
     found = []
 
     def named():
-        for link in one.flat.session.links:  # until the next PING says that there is none
+        for link in one.links:  # until the next PING says that there is none
             link.straggler = Straggler(1, "late", 0.5, 0.1)
         found[:] = [one.straggler]
         return found != [None]
@@ -278,7 +278,7 @@ def straggler_of(one):
 def test_the_straggler_has_the_number_that_the_job_gives_it(four):
     for rank, one in enumerate(four):
         # The second one of two nodes is, for each rank, its like of ranks 2 and 3.
-        nodes = one.flat.spec.world_size < RANKS
+        nodes = isinstance(one, HierarchicalCommunicator)
         assert straggler_of(one) == (2 + rank % 2 if nodes else 1)
     if isinstance(one, ElasticCommunicator):
         whole = one.membership

@@ -10,7 +10,8 @@ import pytest
 from reducer.errors import RankLostError
 from tests.ranks import environments, ranks
 from tests.waits import within_s
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol.spec import JobSpec
 
 pytest.importorskip("torch", reason="needs torch")
@@ -60,11 +61,11 @@ rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
 LATE = """
 if rank == 1:
     from worker_client.client import compose
-    begin = compose.Composer.client
+    begin = compose.client
     def late(*arguments, **named):
         store.wait(["busy"])
         return begin(*arguments, **named)
-    compose.Composer.client = late
+    compose.client = late
 client = worker_client.init(connect_timeout="1s")
 if rank == 0:
     store.set("busy", "1")
@@ -75,7 +76,7 @@ write_result([client.in_use, float(mine.min()), float(mine.max())])
 """
 GONE = """
 from worker_client.client import compose
-begin = compose.Composer.client
+begin = compose.client
 def late(*arguments, **named):
     store.set(f"hosts {rank}", "1")
     store.wait([f"hosts {1 - rank}"])
@@ -84,7 +85,7 @@ def late(*arguments, **named):
         store.wait(["knows 1"])
         os.kill(os.getpid(), signal.SIGKILL)
     return begin(*arguments, **named)
-compose.Composer.client = late
+compose.client = late
 since = time.monotonic()
 try:
     worker_client.init()
@@ -126,5 +127,5 @@ def test_many_hosts_that_are_cut_off_are_noticed_as_soon_as_one():
         spec = JobSpec("job", 0, 5, 6, reducers, 1 << 20, hosts={at: at for at in range(5)})
         since = time.monotonic()
         with pytest.raises(RankLostError, match="cannot be reached: timed out"):
-            Composer(10.0, 1.5).client(spec)
+            compose.client(WorkerConfig(timeout=10.0, connect_timeout=1.5), spec)
         within_s(6.0, since)

@@ -16,21 +16,21 @@ from reducer.errors import (
     RankLostError,
     ReductionTimeout,
 )
-from reducer.wire.constants import DType
 from tests.conftest import reducer_here
 from tests.integration.calls import Board, check_bits, errors_of, ones, reduced
 from tests.waits import eventually, within_s
 from torture.guarantee_oracle import FLOATS, TYPES
-from worker_client.client.compose import Composer
+from worker_client.client import compose
 from worker_client.communicators import hierarchical
 from worker_client.communicators.placement import arrange
+from worker_client.config import WorkerConfig
 from worker_client.protocol.spec import Heartbeats, JobSpec
 
 numbers = itertools.count()
 
 
 @contextmanager
-def ranks_on(nodes, local, servers, wire_dtype=None):
+def ranks_on(nodes, local, servers, wire_dtype="none"):
     """All ranks of a job as clients in this process."""
     keys = [str(rank // local) for rank in range(nodes * local)]
     number, board = next(numbers), Board()
@@ -40,14 +40,8 @@ def ranks_on(nodes, local, servers, wire_dtype=None):
         job = f"hierarchy-{number}-{place.local_rank}"
         patient = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
         spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0, heartbeats=patient)
-        composer = Composer(
-            20.0,
-            10.0,
-            wire_dtype=wire_dtype,
-            place=place,
-            meet=lambda topic: board.meet(topic, place.peers, place.local_rank),
-        )
-        return composer.client(spec)
+        node = compose.Node(place, lambda topic: board.meet(topic, place.peers, place.local_rank))
+        return compose.client(WorkerConfig(timeout=20.0, wire_dtype=wire_dtype), spec, node=node)
 
     with ExitStack() as stack, ThreadPoolExecutor(nodes * local) as pool:
         yield [stack.enter_context(client) for client in list(pool.map(join, range(nodes * local)))]
@@ -80,7 +74,7 @@ def test_every_rank_has_the_bits_of_the_stated_order(six, dtype, op):
 
 
 def test_16_bits_on_the_wire_depend_on_the_tensor_not_on_its_parts(servers):
-    with ranks_on(2, 2, servers, wire_dtype=DType.FLOAT16) as clients:
+    with ranks_on(2, 2, servers, wire_dtype="fp16") as clients:
         for count, mean in ((4096, 1.0), (4095, 1 + 2.0**-12)):
             rows = [np.full(count, 1 + 2.0**-12, np.float32) for _ in clients]
             assert all(set(result) == {mean} for result in reduced(clients, rows))
@@ -104,21 +98,21 @@ def test_large_buffers_go_in_pieces(six, monkeypatch, dtype):
         check(six, dtype, count=count)
 
 
-@pytest.mark.parametrize("wire_dtype", [None, DType.BFLOAT16])
+@pytest.mark.parametrize("wire_dtype", ["none", "bf16"])
 def test_a_weighted_mean(servers, wire_dtype):
     with ranks_on(2, 2, servers, wire_dtype=wire_dtype) as clients:
-        how = {"nodes": 2, "wire_dtype": "bf16" if wire_dtype else ""}
+        how = {"nodes": 2, "wire_dtype": wire_dtype.replace("none", "")}
         check_bits(clients, "float32", "mean", 5000, weights=(1.0, 0.0, 2.5, 4.0), **how)
         some = [client.all_reduce(np.ones(9), weight=client.rank or None) for client in clients]
         assert all(isinstance(error, MismatchError) for error in errors_of(some))
-        if wire_dtype is not None:
+        if wire_dtype != "none":
             some = [c.all_reduce(ones(5000), exact=c.rank % 2 == 0) for c in clients]
             assert {error.field for error in errors_of(some)} == {"exact"}
         check(clients, "float64")
 
 
 def test_what_a_cast_takes_away_from_a_node_is_added_to_its_next_sum(servers):
-    with ranks_on(2, 2, servers, wire_dtype=DType.BFLOAT16) as clients:
+    with ranks_on(2, 2, servers, wire_dtype="bf16") as clients:
         count, calls = 8192, 64
         values = np.random.default_rng(0).standard_normal((4, count), np.float32)
         residuals = [np.zeros(count, np.float32) for _ in clients]

@@ -10,7 +10,7 @@ from tests.conftest import local_pool
 from tests.integration.calls import ones, process_of
 from tests.ranks import environments, ranks
 from tests.waits import eventually
-from worker_client.client import lines
+from worker_client.client import summary
 from worker_client.client.bootstrap import connect
 from worker_client.client.summary import Summary
 
@@ -57,7 +57,7 @@ def test_one_line_at_the_start_and_one_at_the_end():
 BEGINS, ENDS = "rank 0 of 1, job one: .*", "rank 0 of 1, job one, ends: .*"
 BARE = [f"reduction: {BEGINS}", "look out", "take care", f"reduction: {ENDS}"]
 LOGGED = ["WARNING:worker_client.any:look out", "WARNING:reducer.any:take care"]
-LINES = "worker_client.client.lines:"
+LINES = "worker_client.client.summary:"
 PROGRAMS = {
     "pass": BARE,
     "import structlog as s; s.configure(logger_factory=s.stdlib.LoggerFactory())": BARE,
@@ -130,7 +130,7 @@ def test_that_torchrun_ends_the_others_is_said_once():
 
 
 def test_what_is_lost_is_counted_once(caplog):
-    caplog.set_level(logging.INFO, lines.__name__)
+    caplog.set_level(logging.INFO, summary.__name__)
     with local_pool(2) as servers, connect(rank=0, world_size=1, servers=servers) as client:
         client.all_reduce(ones(1)).wait(5)
         client.all_reduce(ones(1), name="one").wait(5)  # these have a job of their own
@@ -139,7 +139,7 @@ def test_what_is_lost_is_counted_once(caplog):
                 process_of(servers[1]).kill()
                 eventually(lambda: client.counters.losses == 2)  # both jobs notice
             assert client.losses == lost
-            lines.end(client)
+            summary.ends(client.summary(), client.spec)
             assert re.search(rf"ends: 2 all-reduces, 8 bytes, .* s, {said}$", caplog.messages[-1])
 
 

@@ -14,11 +14,11 @@ from reducer.errors import (
     ReducerLostError,
     ReductionError,
 )
-from reducer.wire.constants import DType
 from tests.conftest import joined, reducer_here
 from tests.integration.calls import check_bits, reduced
 from tests.waits import eventually
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol.spec import JobSpec
 
 SIZES = [0, 1, 1000, 5000, 100_003, 3_000_001]  # elements
@@ -65,15 +65,15 @@ def test_threads_listen_one_port_after_the_other():
 
 
 @contextmanager
-def beside(servers, wire_dtype=None):
+def beside(servers, wire_dtype="none"):
     """One client in the process of each server, as embedded ranks are."""
     addresses = tuple(server.address for server in servers)
 
     def join(rank):
         hosted = servers[rank]
         spec = JobSpec("beside", 0, rank, len(servers), addresses, 1 << 24, inproc=hosted.inproc)
-        composer = Composer(30.0, 10.0, context=hosted.context, wire_dtype=wire_dtype)
-        return composer.client(spec, stop_host=hosted.stop)
+        settings = WorkerConfig(timeout=30.0, wire_dtype=wire_dtype)
+        return compose.client(settings, spec, server=hosted)
 
     with ExitStack() as stack, ThreadPoolExecutor(len(servers)) as pool:
         yield [stack.enter_context(client) for client in pool.map(join, range(len(servers)))]
@@ -81,13 +81,13 @@ def beside(servers, wire_dtype=None):
 
 @pytest.mark.extended_cases("blocks-2")
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("wire_dtype", [None, DType.BLOCK8], ids=["bits", "blocks"])
+@pytest.mark.parametrize("wire_dtype", ["none", "int8"], ids=["bits", "blocks"])
 def test_a_reducer_in_the_same_process(threads, wire_dtype):
     with ExitStack() as stack:
         servers = [stack.enter_context(reducer_here(threads=threads)) for _ in range(3)]
         with beside(servers, wire_dtype) as clients:
-            for count in SIZES[4:] if wire_dtype else SIZES:
-                if wire_dtype:
+            for count in SIZES if wire_dtype == "none" else SIZES[4:]:
+                if wire_dtype != "none":
                     check_blocks(clients, count)
                 else:
                     check_bits(clients, "float32", "mean", count)

@@ -215,7 +215,7 @@ def test_a_reducer_may_die_between_the_pieces(wire):
 
 def open_at(client):
     """What is in progress at the reducers."""
-    return list(inside.communicator(client).flat.open)
+    return list(inside.core(client).open)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job):
 
 def test_a_shutdown_between_two_pieces_ends_the_call(job):
     (client,) = job(1, wire_dtype="bf16")
-    driver, count = inside.communicator(client).flat, []
+    core, count = inside.core(client), []
     submit = driver.submit
 
     def stop_after_three(operation):

@@ -9,7 +9,6 @@ does what it asks for later.
 import itertools
 from collections import defaultdict
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -46,16 +45,14 @@ class Member:
     """
 
     straggler = None
+    links = ()
     in_callback = False
     counters = Counters()
 
     def __init__(self, world, spec, left):
         self.spec = spec
         self.final = None
-        self.flat = self
-        self.session = SimpleNamespace(
-            links=(), lost_ranks=set(), handed_over=False, flight=self, calls=self
-        )
+        self.lost_ranks = set()
         self._world, self._left = world, left
         self._job = world.jobs[spec.job]
         self._open = {}
@@ -139,7 +136,7 @@ class Member:
 
     def hear(self, rank):
         if rank != self.spec.rank:
-            self.session.lost_ranks.add(rank)
+            self.lost_ranks.add(rank)
             self.give_up(RankLostError(f"rank {rank} died", rank=rank))
 
     def give_up(self, error):

@@ -7,7 +7,8 @@ import pytest
 
 from tests.transport.guarded import PATIENCE, Post
 from tests.transport.scripted import CHUNK, MIB, Reducer
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol.spec import Heartbeats, JobSpec
 
 
@@ -22,9 +23,9 @@ def joined():
             # Who is scripted answers no heartbeats, and this machine may be busy.
             more = {"heartbeats": Heartbeats(patience_s=60.0), **more}
             spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
-            composer = Composer(timeout_s, 5.0)
+            settings = WorkerConfig(timeout=timeout_s, connect_timeout=5.0)
             with ThreadPoolExecutor(1) as thread:
-                client = thread.submit(composer.client, spec)
+                client = thread.submit(compose.client, settings, spec)
                 for reducer in pool:
                     reducer.welcome()
                 made = stack.enter_context(client.result(5))

@@ -25,7 +25,8 @@ from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
 from tests.conftest import reducer_here
 from tests.transport.scripted import MIB
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.spec import JobSpec
 
@@ -109,13 +110,13 @@ def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
 def test_a_rank_its_reducer_of_two_threads_and_callers_share_a_process():
     with ExitStack() as stack:
         hosted = stack.enter_context(reducer_here(threads=2))
-        composer = Composer(20.0, 20.0, context=hosted.context)
+        settings = WorkerConfig(timeout=20.0, connect_timeout=20.0)
         ranks = stack.enter_context(ThreadPoolExecutor(2))
 
         def join(rank):
             inproc = hosted.inproc if rank == 0 else {}  # the other one takes sockets
             spec = JobSpec("job", 0, rank, 2, (hosted.address,), MIB, inproc=inproc)
-            return composer.client(spec)
+            return compose.client(settings, spec, server=None if rank else hosted)
 
         clients = [stack.enter_context(client) for client in ranks.map(join, range(2))]
 

@@ -21,7 +21,8 @@ from reducer.wire.header import Header
 from tests.conftest import reducer_here
 from tests.transport.scripted import MIB, ramp
 from tests.waits import eventually, within_s
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.flight import LinkShard
 from worker_client.protocol.lifecycle import FIRST_PLACE
@@ -232,8 +233,8 @@ def test_a_worker_beside_its_reducer_takes_no_socket():
     with ExitStack() as stack:
         hosted = stack.enter_context(reducer_here())
         spec = JobSpec("job", 0, 0, 1, (hosted.address,), MIB, inproc=hosted.inproc)
-        composer = Composer(5.0, 5.0, context=hosted.context)
-        client = stack.enter_context(composer.client(spec))
+        settings = WorkerConfig(timeout=5.0, connect_timeout=5.0)
+        client = stack.enter_context(compose.client(settings, spec, server=hosted))
         data = np.ones(1000, np.float32)
         assert (client.all_reduce(data).wait(5) == 1).all()
         (lane,) = hosted.observer.status().lanes

@@ -10,11 +10,11 @@ from reducer.errors import ReductionTimeout
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from tests import inside
 from tests.worker_client.waits import at_all
-from worker_client.client.compose import Composer
+from worker_client.client import compose
+from worker_client.config import WorkerConfig
 from worker_client.protocol._flight import Call
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
-from worker_client.runtime import _caller_lead
 
 SIZES = (1, 0, 1000, 3, 5, 1 << 18, 7, 65536, 1 << 16)  # elements: some are cut, some are large
 OPS = ("sum", "max", "min", "mean", "product")
@@ -26,10 +26,7 @@ def two(pool, request, monkeypatch):
 
     def make(rank):
         spec = JobSpec(request.node.name, 0, rank, 2, tuple(pool), 0)
-        with monkeypatch.context() as patch:
-            if rank == 1:
-                patch.setattr(_caller_lead, "CallerLead", lambda driver, _: driver)
-            return Composer(20.0, 20.0).client(spec)
+        return compose.client(WorkerConfig(timeout=20.0, connect_timeout=20.0), spec)
 
     with ExitStack() as stack:
         yield [stack.enter_context(make(rank)) for rank in range(2)]
@@ -66,13 +63,13 @@ def test_all_reduces_of_one_call_follow_each_other(two):
     def call(client):
         for _ in range(100):  # from now on ranks agree seldom
             client.all_reduce(np.ones(2), "sum").wait(10)
-        whole, driver = Call(), inside.communicator(client).flat
+        whole, core = Call(), inside.core(client)
         made = [
             Operation(memoryview(bytearray(4)), DType.INT32, ReduceOp.SUM, None, 10.0, call=whole)
             for _ in range(3)
         ]
         for operation in made:
-            driver.submit(operation)
+            core.submit(operation)
         for operation in made:
             operation.wait(10)
         return made

@@ -141,8 +141,8 @@ def test_shut_down_in_a_callback_while_others_wait_for_ranks(job, devices):
     clients = job(2)
 
     def leave(_):
-        driver = inside.communicator(clients[0]).flat
-        eventually(lambda: len(driver.open) == 3)  # pieces of 4096 bytes, which were submitted
+        core = inside.core(clients[0])
+        eventually(lambda: len(core.open) == 3)  # pieces of 4096 bytes, which were submitted
         clients[0].shutdown()
         eventually(lambda: staging_threads() == {"to-device"})
         time.sleep(0.05)  # the other thread has heard of it, before the driver ends anything

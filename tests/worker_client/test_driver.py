@@ -136,7 +136,7 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
     child = os.fork()
     if child == 0:
         try:
-            core = inside.communicator(client).flat.core
+            core = inside.core(client)
             work.wait(0.5)
         except ReductionTimeout:
             os._exit(2 if core.leader else 0)
@@ -147,7 +147,7 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
 
 
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, monkeypatch):
-    session = inside.communicator(client).flat.session
+    session = inside.session(client)
     tick = session.tick
 
     def broken(now):

@@ -81,7 +81,7 @@ def test_ranks_may_submit_in_any_order(job, threshold, world_size, monkeypatch):
     opened, open_ = [], Fusion.open
     monkeypatch.setattr(Fusion, "open", lambda fusion: (open_(fusion), opened.append(fusion)))
     at_all(job(world_size, fusion_threshold=threshold), train)
-    sessions = [fusion.communicator.flat.session for fusion in opened]
+    sessions = [fusion.communicator.session for fusion in opened]
     sent = [session.calls.numbering.end // PLACES + 1 for session in sessions]
     assert len(sent) == world_size
     assert len(set(sent)) == 1

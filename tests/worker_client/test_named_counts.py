@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from reducer.errors import LocalProtocolError, MismatchError, ReductionError, ReductionTimeout
-from tests.engine.twins import IMPLEMENTATIONS as NAMES
 from tests.waits import eventually
 from tests.worker_client.waits import at_all
 from worker_client.fusion import fusion, negotiation
 from worker_client.fusion.fusion import Fusion
 from worker_client.fusion.negotiation import Decision, Negotiation
-from worker_client.fusion.tensor_queue import twin
+from worker_client.fusion.tensor_queue import TensorQueue
 from worker_client.staging.wire_rule import WireRule
 
 PLACE = 1000.0  # of a sum, a rank has its own: so it shows whose calls are in it
@@ -58,10 +57,11 @@ def disturbed(monkeypatch):
 
 @pytest.fixture
 def queues(monkeypatch):
-    """What has the requests of each fusion of the job that is made next."""
+    """The queue of each fusion of the job that is made next."""
     made = []
-    waiting = fusion.Waiting
-    monkeypatch.setattr(fusion, "Waiting", lambda *given: made.append(waiting(*given)) or made[-1])
+    monkeypatch.setattr(
+        fusion, "TensorQueue", lambda *given: made.append(TensorQueue(*given)) or made[-1]
+    )
     return made
 
 
@@ -136,7 +136,7 @@ def test_counts_begin_anew_at_all_ranks_whichever_round_fails_at_one(
 
     for found in at_all(clients, train):
         assert found[-9:] == list(range(21, 30))
-    assert [len(queue.submissions.calls) < 7 for queue in queues] == [True, True], "of 13 names"
+    assert [len(queue.calls) < 7 for queue in queues] == [True, True], "of 13 names"
 
 
 class Alone:
@@ -154,8 +154,8 @@ class Alone:
 
 
 def fusion_of(communicator, world_size):
-    options = {"cycle_s": 0.0, "timeout_s": 5.0, "submissions": twin(NAMES[0])}
-    return Fusion(communicator, 0, world_size, 1 << 20, wire=WireRule(None), **options)
+    options = {"cycle_s": 0.0, "timeout_s": 5.0, "wire": WireRule(None)}
+    return Fusion(communicator, 0, world_size, 1 << 20, **options)
 
 
 def test_a_round_that_other_ranks_do_not_make_is_made_again():

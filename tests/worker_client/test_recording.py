@@ -239,7 +239,7 @@ def test_the_file_is_bounded_and_a_generation_has_one_of_its_own(server, dumps):
 
 def test_the_file_says_who_is_connected_and_who_is_slow(server, dumps):
     with joined(1, servers=server, job="told") as (client,):
-        (link,) = inside.communicator(client).flat.session.links
+        (link,) = inside.communicator(client).links
         link.straggler = Straggler(rank=0, cause="slow", share=0.5, median_s=0.1)
         assert client.summary().straggler == link.straggler
         client.decline(ReductionTimeout("so that it is written", missing=()))

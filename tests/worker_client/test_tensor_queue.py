@@ -1,4 +1,4 @@
-"""Both twins of what is done with every named tensor: accepted or refused alike, packed, ended."""
+"""What is done with every named tensor: accepted or refused, packed, ended."""
 
 import gc
 import sys
@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -14,10 +15,10 @@ import pytest
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionTimeout
 from reducer.wire.constants import DType, ReduceOp
-from tests.engine.twins import IMPLEMENTATIONS as NAMES
 from worker_client.fusion import negotiation
+from worker_client.fusion._tensor_queue import pack, unpack
 from worker_client.fusion.negotiation import Tensor
-from worker_client.fusion.tensor_queue import twin
+from worker_client.fusion.tensor_queue import TensorQueue
 from worker_client.work import Work
 
 Submit = Callable[..., Any]
@@ -27,27 +28,14 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def notified():
-    return []
-
-
-@pytest.fixture(params=NAMES)
-def submissions(request, notified):
-    lock = threading.RLock()
-
-    class Changed(threading.Condition):
-        def notify_all(self):
-            super().notify_all()  # raises unless the lock is held
-            notified.append(time.monotonic())
-
-    make = twin(request.param)
-    return make(Changed(lock), lock, lambda _done, _until: None, TIMEOUT_S, THRESHOLD)
+def queue():
+    return TensorQueue(lambda _done, _until: None, TIMEOUT_S, THRESHOLD, cycle_s=0.0)
 
 
 @pytest.fixture
-def submit(submissions):
+def submit(queue):
     def submit(data, op="sum", name="x", timeout=None, exact=False):
-        return submissions.submit(data, op, name, timeout, exact)
+        return queue.submit(data, op, name, timeout, exact)
 
     return submit
 
@@ -65,7 +53,7 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("dtype", ARRAYS)
-def test_what_an_array_is(submissions, submit, dtype):
+def test_what_an_array_is(queue, submit, dtype):
     array = ARRAYS[dtype].copy()
     for call in range(2):  # the second time the name is known
         request = submit(array, ReduceOp.MAX, "grad")
@@ -74,7 +62,7 @@ def test_what_an_array_is(submissions, submit, dtype):
         assert bytes(request.view) == array.tobytes()
         assert not request.done()
         assert str(request) == (f"all-reduce 'grad' ({array.nbytes} bytes of {dtype.name})")
-        submissions.requests.clear()
+        queue.take(list(queue.requests))
 
 
 def test_the_memory_is_what_was_accepted(submit):
@@ -91,7 +79,7 @@ def test_the_memory_is_what_was_accepted(submit):
     assert view.tobytes() == array.tobytes()
 
 
-def test_a_name_may_stand_for_something_else_later(submissions):
+def test_a_name_may_stand_for_something_else_later(queue):
     for data, op, exact, shape, kind in [
         (np.ones(4, np.float32), "sum", False, "", (DType.FLOAT32, ReduceOp.SUM, 16)),
         (np.ones(4, np.float32), "mean", False, "", (DType.FLOAT32, ReduceOp.MEAN, 16)),
@@ -102,10 +90,10 @@ def test_a_name_may_stand_for_something_else_later(submissions):
         (np.ones(10, np.float32)[::2], "sum", False, "", (DType.FLOAT32, ReduceOp.SUM, 20)),
     ]:
         for _ in range(2):
-            tensor = submissions.submit(data, op, "x", None, exact, shape).tensor
+            tensor = queue.submit(data, op, "x", None, exact, shape).tensor
             assert tensor == Tensor("x", *kind, exact, shape)
-            submissions.requests.clear()
-    assert submissions.calls == {"x": 14}
+            queue.take(list(queue.requests))
+    assert queue.calls == {"x": 14}
 
 
 def test_as_many_names_as_one_likes(submit):
@@ -137,31 +125,31 @@ def test_torchs_reductions_are_taken(submit):
         ({"timeout": "soon"}, "timeout"),
     ],
 )
-def test_what_is_refused_leaves_nothing(submissions, submit, arguments, words):
+def test_what_is_refused_leaves_nothing(queue, submit, arguments, words):
     good = np.ones(3, np.float32)
     submit(good)  # so that the name is known
-    submissions.requests.clear()
+    queue.take(list(queue.requests))
     with pytest.raises(ConfigError, match=words):
         submit(**{"data": good, **arguments})
-    assert not submissions.requests
-    assert submissions.calls == {"x": 1}
-    assert submissions.news_bytes == 12
+    assert not queue.requests
+    assert queue.calls == {"x": 1}
+    assert queue.news_bytes == 12
 
 
-def test_one_of_a_name_at_a_time(submissions, submit):
+def test_one_of_a_name_at_a_time(queue, submit):
     first = submit(np.ones(3))
     with pytest.raises(ConfigError, match="'x' is in progress: wait for it"):
         submit(np.ones(3))
-    assert submissions.requests == {"x": first}
-    assert submissions.calls == {"x": 1}
+    assert queue.requests == {"x": first}
+    assert queue.calls == {"x": 1}
 
 
-def test_nothing_is_accepted_after_the_end(submissions, submit):
-    submissions.refusal = LocalProtocolError("it was shut down")
+def test_nothing_is_accepted_after_the_end(queue, submit):
+    queue.close(LocalProtocolError("it was shut down"))
     with pytest.raises(LocalProtocolError, match="it was shut down") as raised:
         submit(np.ones(3))
-    assert raised.value is not submissions.refusal  # each gets a traceback of its own
-    assert not submissions.requests
+    assert raised.value is not queue.refusal  # each gets a traceback of its own
+    assert not queue.requests
 
 
 def test_deadlines(submit):
@@ -170,24 +158,27 @@ def test_deadlines(submit):
     assert 0 <= submit(np.ones(3), name="y", timeout="500s").deadline - now - 500 < 30
 
 
-def test_news_are_told_when_they_begin_and_when_they_are_enough(submissions, submit, notified):
-    assert submissions.news_since is None
+def test_news_are_told_when_they_begin_and_when_they_are_enough(queue, submit, monkeypatch):
+    notified, notify_all = [], queue.changed.notify_all
+    told = {"notify_all": lambda: (notify_all(), notified.append(1))}  # it is ours, or that raises
+    monkeypatch.setattr(queue, "changed", SimpleNamespace(**told))
+    assert queue.news_since is None
     for number, times in [(0, 1), (1, 1), (2, 2), (3, 3)]:
         submit(np.ones(100, np.float32), name=f"{number}")
         assert len(notified) == times
-    assert submissions.news_bytes == 1600
-    assert submissions.news_since is not None
-    assert submissions.news_since < submissions.news_until
-    submissions.news_bytes, submissions.news_since = 0, None
+    assert queue.news_bytes == 1600
+    assert queue.news_since is not None
+    assert queue.news_since < queue.news_until
+    monkeypatch.undo()
+    queue.begin_round()
     submit(np.ones(1, np.float32), name="later")
-    assert len(notified) == 4
-    assert submissions.news_since == submissions.news_until
+    assert queue.news_since == queue.news_until
 
 
 # -- packing ------------------------------------------------------------------------------------
 
 
-def test_packed_reduced_and_ended(submissions, submit):
+def test_packed_reduced_and_ended(queue, submit):
     grid = np.arange(12, dtype=np.float32).reshape(3, 4)
     columns = grid[:, ::2]  # a copy is reduced, and written back
     arrays = [
@@ -199,11 +190,11 @@ def test_packed_reduced_and_ended(submissions, submit):
     requests = [submit(array, name=f"{at}") for at, array in enumerate(arrays)]
     future = requests[0].future()
     packed = np.zeros(14 + 2, np.float32)
-    submissions.pack(requests, packed.view(np.uint8).data)
+    pack(requests, packed.view(np.uint8).data)
     assert packed.tolist() == [0, 1, 2, 3, 4, 0, 2, 4, 6, 8, 10, 1, 1, 1, 0, 0]
     packed *= 2
     assert not any(request.done() for request in requests)
-    submissions.unpack(requests, packed[:14].view(np.uint8).data)
+    unpack(requests, packed[:14].view(np.uint8).data)
     assert all(request.wait(0) is data for request, data in zip(requests, arrays, strict=True))
     assert future.result(0) is arrays[0]
     assert requests[3].future().result(0) is arrays[3]
@@ -212,10 +203,10 @@ def test_packed_reduced_and_ended(submissions, submit):
     assert arrays[3].tolist() == [2, 2, 2]
 
 
-def test_one_that_has_failed_before_stays_so(submissions, submit):
+def test_one_that_has_failed_before_stays_so(queue, submit):
     request, other = submit(np.ones(1)), submit(np.ones(1), name="y")
     request.end(ReductionTimeout("too late"))
-    submissions.unpack([request, other], memoryview(bytearray(16)))
+    unpack([request, other], memoryview(bytearray(16)))
     with pytest.raises(ReductionTimeout, match="too late") as raised:
         request.wait(0)
     assert raised.value.name == "x"
@@ -223,9 +214,9 @@ def test_one_that_has_failed_before_stays_so(submissions, submit):
 
 
 @pytest.mark.parametrize("line", range(12))
-def test_a_future_that_is_asked_for_while_all_ends(submissions, submit, line):
+def test_a_future_that_is_asked_for_while_all_ends(queue, submit, line):
     request = submit(np.ones(1))
-    end = threading.Thread(target=submissions.unpack, args=([request], memoryview(bytearray(8))))
+    end = threading.Thread(target=unpack, args=([request], memoryview(bytearray(8))))
     lines = 0
 
     def trace(frame, event, argument):
@@ -250,21 +241,20 @@ def test_a_future_that_is_asked_for_while_all_ends(submissions, submit, line):
     assert request.future() is future
 
 
-def test_memory_is_free_when_nobody_holds_the_handle(submissions, submit):
+def test_memory_is_free_when_nobody_holds_the_handle(queue, submit):
     array = np.ones(10, np.float32)
     request = submit(array)
-    submissions.requests.clear()
-    submissions.unpack([request], np.zeros(10, np.float32).view(np.uint8).data)
+    queue.end(queue.take("x"), None, np.zeros(10, np.float32).view(np.uint8).data)
     ended = weakref.ref(array)
     del array, request
     gc.collect()
     assert ended() is None
 
 
-def test_a_handle_that_its_own_callback_holds_is_collected(submissions, submit):
+def test_a_handle_that_its_own_callback_holds_is_collected(queue, submit):
     request = submit(np.ones(10, np.float32)[::2])  # of which a copy is lent
     request.future().add_done_callback(lambda _, held=request: held)
-    submissions.requests.clear()
+    queue.requests.clear()
     gone = weakref.ref(request.future())
     del request
     gc.collect()  # what cannot be told here is an error of pytest's

@@ -1,8 +1,9 @@
-"""How ranks join a job that goes on without lost ones, and who is told of its membership."""
+"""What a client has for calls with names, also when ranks have joined; how these do."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -24,19 +25,43 @@ ENDS_S = 1.0  # for a call to end whose caller has heard that it has
 log = logging.getLogger(__name__)
 
 
+class Resources:
+    """What a client has besides its communicator, and what ends with that.
+
+    Attributes:
+        fusion: the one in use: there is another one when ranks have joined.
+        failure: what stopping the reducer has raised.
+    """
+
+    def __init__(self, fusion: Fusion, stop_host: Callable[[], object] | None = None) -> None:
+        self.fusion = fusion
+        self.failure: BaseException | None = None
+        self._stop_host = stop_host
+
+    def release(self) -> None:
+        """Let it all end, after the farewell, in the thread that has said it.
+
+        Whatever ends the client comes here: its `shutdown`, or an error of its own in the thread
+        that moves its all-reduces on.
+        """
+        try:
+            if self._stop_host is not None:
+                self._stop_host()
+        except BaseException as failure:  # noqa: BLE001 (whoever shuts the client down gets it)
+            self.failure = failure
+        if not self.fusion.closing:
+            # Not here: it waits for callbacks, of which one may wait for this thread.
+            threading.Thread(target=self.fusion.stop, name="leave", daemon=True).start()
+
+
 class Admission:
     """The membership of a client's two communicators; ranks join both of them, or none.
 
-    Args:
-        elastic: of calls in order.
-        enter: makes a communicator, for the lobby.
-        new_fusion: makes what reduces named tensors after ranks have joined. Its arguments: how
-            many ranks have ever taken part, and which ones are lost.
-        fusion: the first one.
-        newcomer: this rank joins a job that runs.
+    `elastic` is that of calls in order. `new_fusion` makes what reduces named tensors after ranks
+    have joined, from how many have ever taken part and which ones are lost. `enter` makes a
+    communicator, for the lobby.
 
     Attributes:
-        fusion: the one in use.
         newcomer: this rank has joined, and not called `admit` yet.
         refusal: why no rank can join.
     """
@@ -46,16 +71,16 @@ class Admission:
         elastic: ElasticCommunicator,
         enter: Callable[[JobSpec], FlatCommunicator],
         new_fusion: Callable[[int, Collection[int]], Fusion],
-        fusion: Fusion,
+        resources: Resources,
         *,
         newcomer: bool,
     ) -> None:
-        self.fusion = fusion
         self.newcomer = newcomer
         self.refusal: str | None = None
         self._elastic = elastic
         self._enter = enter
         self._new_fusion = new_fusion
+        self._resources = resources
         self._lobby: Lobby | None = None
         self._callbacks: list[Callable[[Change], None]] = []
         elastic.on_change = self._changed
@@ -76,21 +101,16 @@ class Admission:
     def settle_in(self, timeout_s: float) -> None:
         """Be ready for calls with names, and wait until all ranks are, in a new membership."""
         try:
-            self.fusion.open()
+            self._resources.fusion.open()
             self._elastic.check()  # or nobody would stop that any more
             self._lose_named()
             self._elastic.admit(0, timeout_s)
         except BaseException:
-            self.fusion.stop()
+            self._resources.fusion.stop()
             raise
 
     def admit(self, timeout_s: float, busy: Callable[[], bool]) -> bool:
-        """Let ranks join that wait for it; `Client.admit` says the rest.
-
-        Args:
-            timeout_s: for the other ranks to call this.
-            busy: whether a call is in progress.
-        """
+        """Let ranks join that wait for it, unless this rank is `busy`; see `Client.admit`."""
         if self.refusal is not None:
             raise ConfigError(self.refusal)
         until = time.monotonic() + ENDS_S
@@ -107,8 +127,13 @@ class Admission:
         if more and self._lobby is not None:
             self._lobby.decide(admitted=joined and elastic.present[-1] == elastic.world_size - 1)
         if joined:
-            self.fusion = self._new_fusion(elastic.world_size, elastic.lost_at_admission)
-            self.settle_in(timeout_s)
+            earlier = self._resources.fusion
+            fusion = self._new_fusion(elastic.world_size, elastic.lost_at_admission)
+            self._resources.fusion = fusion
+            try:
+                self.settle_in(timeout_s)
+            finally:  # all have left it behind
+                fusion.follow(earlier)
         return joined
 
     def tell(self, callback: Callable[[Change], None]) -> None:
@@ -144,7 +169,7 @@ class Admission:
 
     def _lose_named(self) -> None:
         """Go on without lost ranks in calls with names as well, where they may never have been."""
-        if (named := self.fusion.communicator) is not None:
+        if (named := self._resources.fusion.communicator) is not None:
             named.lose(self._elastic.lost)
 
     def _changed(self, change: Change) -> None:

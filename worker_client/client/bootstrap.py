@@ -25,8 +25,7 @@ from reducer.units import host_port, is_loopback
 from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import config
-from worker_client.client import lines, rendezvous
-from worker_client.client.compose import Composer
+from worker_client.client import compose, rendezvous, summary
 from worker_client.communicators.lobby import Application
 from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange, host_identity, host_name
@@ -35,15 +34,13 @@ from worker_client.launch.resolved import Launcher
 from worker_client.protocol.spec import Heartbeats, JobSpec, file_name
 from worker_client.runtime.credentials import Keys
 from worker_client.runtime.credentials import load as load_keys
-from worker_client.staging.wire_rule import WIRE_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from typing_extensions import Unpack
 
     from reducer.errors import ReductionError
-    from reducer.server import Server
     from worker_client.client.client import Client
     from worker_client.client.hosting import Hosted
     from worker_client.client.rendezvous import Rendezvous
@@ -68,9 +65,7 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
     rank, world_size = given.pop("rank", None), given.pop("world_size", None)
     settings = config.load(**given)
     if settings.join:
-        client = _join(settings)
-        lines.begin(client)
-        return client
+        return _announced(_join(settings))
     # Explicit ranks may differ from the process group's, which then cannot tell us anything.
     if group is None and rank is None and world_size is None:
         group = rendezvous.current()
@@ -84,10 +79,8 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
         nodes = [[group.ranks[at] for at in ranks] for ranks in place.nodes]
         across = list(zip(*nodes, strict=True))
         between = group.subgroup(across[place.local_rank], all_of=across)
-        meet = partial(_meet_node, group, place)
-        client = enlist(
-            settings, between, (between.rank, between.world_size), place=place, meet=meet
-        )
+        node = compose.Node(place, partial(_meet_node, group, place))
+        client = enlist(settings, between, (between.rank, between.world_size), node=node)
     if not part:
         if settings.on_rank_lost == "continue" and config.torchrun_ends_the_others():
             log.warning(
@@ -96,7 +89,7 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
                 "rendezvous those of all nodes. Start one rank on each node with --node-rank, "
                 "--master-addr and --max-restarts 0, or use a launcher that leaves the others alone"
             )
-        lines.begin(client)
+        return _announced(client)
     return client
 
 
@@ -108,44 +101,16 @@ def _join(settings: WorkerConfig) -> Client:
         ReductionTimeout: nobody has let this rank in in time.
         ReductionError: as `worker_client.init`.
     """
-    if settings.on_rank_lost != "continue" or not settings.servers or settings.embedded:
-        raise ConfigError(
-            "REDUCTION_JOIN=1 joins a job whose ranks go on by themselves, at the reducers of a "
-            "pool: set REDUCTION_ON_RANK_LOST=continue and REDUCTION_SERVERS, as at its other "
-            "ranks, and leave out REDUCTION_EMBEDDED"
-        )
-    if settings.fallback != "error" or settings.hierarchy != "off":
-        raise ConfigError(
-            "REDUCTION_JOIN=1 goes with neither REDUCTION_FALLBACK nor REDUCTION_HIERARCHY: leave "
-            "them out, at all ranks of the job"
-        )
-    if settings.job is None and config.launch().holds_port:
-        raise ConfigError(
-            "REDUCTION_JOIN=1 under torchrun joins the job of another torchrun, whose name nothing "
-            "here tells: set REDUCTION_JOB to one name, at this rank and at those that run already"
-        )
+    _check_join(settings)
     keys = load_keys(settings.keys)
-    composer = _composer(settings, keys)
-    known = JobSpec(
-        job=job_name(settings, None, keys, alone=False),
-        generation=settings.generation,
-        rank=0,
-        world_size=1,
-        reducers=settings.servers,
-        window_bytes=int(settings.window_bytes),
-        chunk_bytes=int(settings.chunk_bytes),
-        streams=settings.streams,
-        resumes=True,
-        agreed=_agreed(settings),
-        process=secrets.token_hex(8),
-        heartbeats=Heartbeats(settings.heartbeat, settings.patience),
-        host_name=host_name(),
-    )
+    name = job_name(settings, None, keys, alone=False)
+    known = _spec(settings, name, (0, 1), generation=settings.generation, run="")
+    enter = compose.flat(settings, keys)
     until = time.monotonic() + settings.timeout
     error: ReductionError | None = None
     while time.monotonic() < until:
         try:
-            application = Application(composer.flat, known, settings.connect_timeout, until)
+            application = Application(enter, known, settings.connect_timeout, until)
         except _NOT_NOW as why:
             error = why
             time.sleep(JOIN_AGAIN_S * random.uniform(0.5, 1.5))  # noqa: S311 (no secret)
@@ -164,6 +129,25 @@ def _join(settings: WorkerConfig) -> Client:
         "continue at the same reducers, and that its ranks call worker_client.elastic.sync() or "
         "client.admit() between their steps"
     )
+
+
+def _check_join(settings: WorkerConfig) -> None:
+    if settings.on_rank_lost != "continue" or not settings.servers or settings.embedded:
+        raise ConfigError(
+            "REDUCTION_JOIN=1 joins a job whose ranks go on by themselves, at the reducers of a "
+            "pool: set REDUCTION_ON_RANK_LOST=continue and REDUCTION_SERVERS, as at its other "
+            "ranks, and leave out REDUCTION_EMBEDDED"
+        )
+    if settings.fallback != "error" or settings.hierarchy != "off":
+        raise ConfigError(
+            "REDUCTION_JOIN=1 goes with neither REDUCTION_FALLBACK nor REDUCTION_HIERARCHY: leave "
+            "them out, at all ranks of the job"
+        )
+    if settings.job is None and config.launch().holds_port:
+        raise ConfigError(
+            "REDUCTION_JOIN=1 under torchrun joins the job of another torchrun, whose name nothing "
+            "here tells: set REDUCTION_JOB to one name, at this rank and at those that run already"
+        )
 
 
 def _meet_node(group: Rendezvous, place: Place, topic: str) -> NodeSockets:
@@ -194,9 +178,7 @@ def connect_subgroup(ranks: Sequence[int]) -> Client:
         )
     _divisions[0] += 1
     subgroup = group.subgroup(ranks, number=_divisions[0])
-    client = enlist(config.load(), subgroup, (subgroup.rank, subgroup.world_size))
-    lines.begin(client)
-    return client
+    return _announced(enlist(config.load(), subgroup, (subgroup.rank, subgroup.world_size)))
 
 
 def connect_alone(address: str, *, connect_timeout: float) -> Client:
@@ -225,6 +207,13 @@ def connect_alone(address: str, *, connect_timeout: float) -> Client:
     name = job_name(settings, None, load_keys(settings.keys), alone=True)
     name = f"{name}/doctor-{secrets.token_hex(4)}"
     return enlist(settings.model_copy(update={"job": name}), None, (0, 1))
+
+
+def _announced(client: Client) -> Client:
+    """Say who takes part in what, and at the client's shutdown what came of it."""
+    summary.begins(client.summary(), client.spec, client.impl)
+    client.on_end = lambda client: summary.ends(client.summary(), client.spec)
+    return client
 
 
 class Default:
@@ -324,28 +313,16 @@ def enlist(
     group: Rendezvous | None,
     who: tuple[int, int],
     *,
-    place: Place | None = None,
-    meet: Callable[[str], NodeSockets] | None = None,
+    node: compose.Node | None = None,
     application: Application | None = None,
 ) -> Client:
-    """Join a job at the reducers.
+    """Join a job at the reducers, as rank and world size `who`; with a `node`, one between nodes.
 
-    Args:
-        settings: the worker's.
-        group: the job's members, if a process group knows them.
-        who: rank and world size in the job at the reducers.
-        place: of this rank, if all-reduces go through nodes first; that job is between them then.
-        meet: connects to the other ranks of this node.
-        application: lets this rank in, where the job runs already.
+    `application` lets this rank in, where the job runs already.
     """
-    rank, world_size = who
     groups = _process_groups(settings, group)
-    addresses, weights = settings.servers, (1,) * len(settings.servers)
-    hosts: dict[int, int] = {}
-    hosted: Server | None = None
-    secret = b""
     keys = load_keys(settings.keys)
-    hosts_reducer = _hosts_reducer(settings, world_size)
+    hosts_reducer = _hosts_reducer(settings, who[1])
     if group is not None:
         _agree_on_topology(group, Topology(hosts_reducer, settings.servers))
     if settings.encrypt and settings.servers and settings.keys is None:
@@ -354,55 +331,33 @@ def enlist(
             "REDUCTION_SERVERS: give these keys (reducer keygen DIR, reducer serve --keys DIR/pool)"
             " and set REDUCTION_KEYS, which encrypts everything"
         )
-    if hosts_reducer:
-        found = _embed(settings, group)
-        hosted, secret = found.server, found.secret
-        keys = replace(keys, hosts=found.curves)
-        hosts = {len(addresses) + at: at for at in range(world_size)}
-        addresses, weights = addresses + found.addresses, mixed_weights(world_size, len(addresses))
+    hosted = _embed(settings, group) if hosts_reducer else None
+    server = None if hosted is None else hosted.server
+    if hosted is not None:
+        keys = replace(keys, hosts=hosted.curves)
     try:
-        composer = _composer(settings, keys, hosted, place, meet)
-        spec = JobSpec(
-            job=job_name(settings, group, keys, alone=world_size == 1),
-            generation=settings.generation if application is None else application.offer.generation,
-            rank=rank,
-            world_size=world_size,
-            reducers=addresses,
-            window_bytes=int(settings.window_bytes),
-            chunk_bytes=int(settings.chunk_bytes),
-            streams=settings.streams,
-            resumes=True,
-            fallback=settings.fallback != "error",
-            elastic=settings.on_rank_lost == "continue",
-            begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
-            wait_s=settings.wait_for_reducers,
-            hosts_wait_s=settings.timeout,
-            weights=weights,
-            hosts=hosts,
-            inproc=hosted.inproc if hosted else {},
-            agreed=_agreed(settings),
-            run=_run(settings, group, world_size) if application is None else application.offer.run,
-            process=secrets.token_hex(8),
-            heartbeats=Heartbeats(settings.heartbeat, settings.patience),
-            host_name=host_name(),
-            secret=secret,
-        )
-        client = composer.client(
-            spec,
-            groups,
-            stop_host=hosted.stop if hosted else None,
+        name = job_name(settings, group, keys, alone=who[1] == 1)
+        if application is None:
+            generation, run = settings.generation, _run(settings, group, who[1])
+        else:
+            generation, run = application.offer.generation, application.offer.run
+        client = compose.client(
+            settings,
+            _spec(settings, name, who, generation=generation, run=run, hosted=hosted),
+            keys=keys,
+            server=server,
+            node=node,
+            groups=groups,
             application=application,
-            fusion_threshold=int(settings.fusion_threshold),
-            cycle_s=settings.cycle_time,
         )
     except BaseException:
-        if hosted is not None:
-            hosted.stop()
+        if server is not None:
+            server.stop()
         raise
     if settings.timeline is not None:
         try:
-            name = f"{file_name(spec.job)}-rank{spec.rank}.json"
-            client.start_timeline(settings.timeline / name)
+            file = f"{file_name(name)}-rank{who[0]}.json"
+            client.start_timeline(settings.timeline / file)
         except BaseException:
             client.shutdown()
             raise
@@ -418,27 +373,46 @@ def _reference(settings: WorkerConfig, group: Rendezvous | None, who: tuple[int,
     return cast("Client", ReferenceClient(settings, job, *who))  # so much of one as it has
 
 
-def _composer(
+def _spec(
     settings: WorkerConfig,
-    keys: Keys,
-    hosted: Server | None = None,
-    place: Place | None = None,
-    meet: Callable[[str], NodeSockets] | None = None,
-) -> Composer:
-    if settings.impl == "plain":
-        raise ConfigError(
-            "REDUCTION_IMPL=plain starts the reference, which is for a job of its own at reducers "
-            "that run already: leave it out, or set REDUCTION_IMPL=compiled"
-        )
-    return Composer(
-        timeout_s=settings.timeout,
-        connect_timeout_s=settings.connect_timeout,
-        context=hosted.context if hosted else None,
-        keys=keys,
-        wire_dtype=WIRE_DTYPES[settings.wire_dtype],
-        place=place,
-        meet=meet,
-        dump=settings.dump,
+    job: str,
+    who: tuple[int, int],
+    *,
+    generation: int,
+    run: str,
+    hosted: Hosted | None = None,
+) -> JobSpec:
+    """Return what a session of the job must know; `hosted` are the reducers of all ranks."""
+    rank, world_size = who
+    addresses, weights = settings.servers, (1,) * len(settings.servers)
+    hosts: dict[int, int] = {}
+    if hosted is not None:
+        hosts = {len(addresses) + at: at for at in range(world_size)}
+        addresses, weights = addresses + hosted.addresses, mixed_weights(world_size, len(addresses))
+    return JobSpec(
+        job=job,
+        generation=generation,
+        rank=rank,
+        world_size=world_size,
+        reducers=addresses,
+        window_bytes=int(settings.window_bytes),
+        chunk_bytes=int(settings.chunk_bytes),
+        streams=settings.streams,
+        resumes=True,
+        fallback=settings.fallback != "error",
+        elastic=settings.on_rank_lost == "continue",
+        begin_without_s=min(BEGIN_WITHOUT_S, settings.connect_timeout / 2),
+        wait_s=settings.wait_for_reducers,
+        hosts_wait_s=settings.timeout,
+        weights=weights,
+        hosts=hosts,
+        inproc={} if hosted is None else hosted.server.inproc,
+        agreed=_agreed(settings),
+        run=run,
+        process=secrets.token_hex(8),
+        heartbeats=Heartbeats(settings.heartbeat, settings.patience),
+        host_name=host_name(),
+        secret=b"" if hosted is None else hosted.secret,
     )
 
 

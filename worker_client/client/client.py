@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reducer.wire.messages import Straggler
-    from worker_client.client.admission import Admission
+    from worker_client.client.admission import Admission, Resources
     from worker_client.communicators.communicator import Communicator, Counters
     from worker_client.communicators.elastic import Change
     from worker_client.fusion.fusion import Fusion
@@ -43,53 +43,30 @@ if TYPE_CHECKING:
     from worker_client.work import Work
 
 
-class Departure:
-    """What is done after the farewell of a client, by the thread that has said it.
+class CallObserver(Protocol):
+    """Sees all calls of a client, when they are made or refused, and when they have ended."""
 
-    Whatever ends the client comes here: its `shutdown`, or an error of its own in the thread that
-    moves its all-reduces on.
+    def begun(self, name: object, data: Any, op: object, work: Work | None = None) -> Any:
+        """Take note of a call, and follow its handle to its end; return what `ended` is given."""
 
-    Args:
-        stop_host: stops the reducer that this rank hosts, if it does.
+    def ended(self, call: Any, error: BaseException | None) -> None:
+        """Take note of how a call has ended."""
 
-    Attributes:
-        failure: what that has raised.
-        fusion: of calls with names, which then end as well, once there is a client.
-    """
-
-    def __init__(self, stop_host: Callable[[], object] | None = None) -> None:
-        self.failure: BaseException | None = None
-        self.fusion: Fusion | None = None
-        self._stop_host = stop_host
-
-    def __call__(self) -> None:
-        """Do it."""
-        try:
-            if self._stop_host is not None:
-                self._stop_host()
-        except BaseException as failure:  # noqa: BLE001 (whoever shuts the client down gets it)
-            self.failure = failure
-        if self.fusion is not None and not self.fusion.closing:
-            # Not here: it waits for callbacks, of which one may wait for this thread.
-            threading.Thread(target=self.fusion.stop, name="leave", daemon=True).start()
+    def finish(self) -> None:
+        """Take note that the client has ended."""
 
 
 class Client:
     """One worker of one job. Threads may share it; a forked child may not use it.
 
-    Args:
-        ordered: has joined the job; all-reduces in the order of calls go through it.
-        fusion: what reduces tensors that have names.
-        wire: what tensors travel as.
-        timeout_s: default for `all_reduce`, in seconds.
-        departure: what `ordered` does after its farewell.
-        trace: shows what becomes of calls, while there is a timeline.
-        admission: how ranks join; None where none can.
-        enter: joins another job at the same reducers, from its spec.
+    Through `ordered`, which has joined the job, go all-reduces in the order of calls; it releases
+    `resources` after its farewell. `enter` joins another job at the same reducers, from its spec.
 
     Attributes:
-        impl: what ``REDUCTION_IMPL`` calls it.
+        timeout_s: default for `all_reduce`, in seconds.
+        impl: name of the implementation.
         on_end: called once, with this client, when it begins to shut down.
+        observer: sees its calls, if there is one.
     """
 
     impl = "compiled"
@@ -97,23 +74,22 @@ class Client:
     def __init__(
         self,
         ordered: Communicator,
-        fusion: Fusion,
+        resources: Resources,
         *,
         wire: WireRule,
         timeout_s: float,
-        departure: Departure,
         trace: Trace,
         admission: Admission | None = None,
         enter: Callable[[JobSpec], Client] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.on_end: Callable[[Client], None] | None = None
+        self.observer: CallObserver | None = None
         self._ordered = ordered
-        self._fusion = fusion
+        self._resources = resources
         self._wire = wire
         self._casts = wire.wire_dtype is not None
         self._piecewise = ordered.piecewise
-        self._departure = departure
         self._admission = admission
         self._enter = enter
         self._meter = CallMeter()
@@ -125,7 +101,10 @@ class Client:
         self._staging = DeviceStaging(ordered.submit, trace)
         self._submit = ordered.submit  # until there is a tensor on a device
         self._forks = service_thread.forks
-        departure.fusion = fusion
+
+    @property
+    def _fusion(self) -> Fusion:
+        return self._resources.fusion
 
     @property
     def spec(self) -> JobSpec:
@@ -158,9 +137,8 @@ class Client:
     @property
     def lanes(self) -> list[int]:
         """Number of links to each reducer, one to each of its threads."""
-        session = self._ordered.flat.session
-        reducers = [link.reducer for link in session.links]
-        return [reducers.count(reducer) for reducer in range(len(session.spec.reducers))]
+        reducers = [link.reducer for link in self._ordered.links]
+        return [reducers.count(reducer) for reducer in range(max(reducers) + 1)]
 
     @property
     def in_use(self) -> list[bool]:
@@ -294,66 +272,49 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
             DeviceError: a device failed, now or in an earlier call.
         """
-        exact = bool(exact)
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
             check = partial(self._check_named, weight, residual, exact, shape)
-            return self._fusion.submit(
-                data,
-                op,
-                name,
-                timeout,
-                exact=exact,
-                shape=shape,
-                residual=residual,
-                check=check,
-            )
+            try:
+                work = self._fusion.submit(
+                    data,
+                    op,
+                    name,
+                    timeout,
+                    exact=bool(exact),
+                    shape=shape,
+                    residual=residual,
+                    check=check,
+                )
+            except BaseException as error:
+                self._observe_refusal(name, data, op, error)
+                raise
+            if self.observer is not None:
+                self.observer.begun(name, data, op, work)
+            return work
         if service_thread.forks != self._forks:  # now: who held the lock is not in this process
             self._check_usable()
         call = MeteredCall(self._meter)
         with self._order:
             try:
                 call.begin()  # first: a call that is interrupted in a function below has a number
-                self._give_up()
+                if self._given_up:
+                    self._give_up()
                 if self._casts:
                     self._check_usable()  # before a residual is used up; others see it later
                 if shape:
                     raise ConfigError("shape= is compared in calls with a name: give name= as well")
-                array = type(data) is np.ndarray  # which is no tensor, and asked faster
-                if self._piecewise and not array and is_on_device(data):
-                    self._check_usable()
-                    refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
-                    return self._stage(call, data, op, timeout, residual=residual, exact=exact)
-                view, dtype, write_back = host_buffer(data)
-                call.nbytes = view.nbytes
-                reduction, timeout_s = None, self.timeout_s
-                if timeout is None and type(op) is str:
-                    reduction = DEFINED.get((dtype, op))  # a call less, mostly
-                if reduction is None:
-                    reduction, timeout_s = parse(dtype, op, None, timeout, timeout_s)
-                operation = Operation(
-                    view,
-                    dtype,
-                    reduction,
-                    None,
-                    timeout_s,
-                    call=call,
-                    data=data,
-                    write_back=write_back,
-                    lead=self._ordered.wait,
-                    ended=call,
+                operation = self._start(
+                    call, data, op, timeout, weight=weight, residual=residual, exact=exact
                 )
-                if self._casts or residual is not None:
-                    self._round(operation, view.nbytes, residual, exact)
-                if weight is not None:
-                    self._start_weighted(operation, weight)
-                else:
-                    self._submit(operation)
-                return operation
             except BaseException as error:
                 self._given_up.append((call, error))  # first: a second interrupt may follow
                 self._give_up()
+                self._observe_refusal(None, data, op, error)
                 raise
+            if self.observer is not None:
+                self.observer.begun(None, data, op, operation)
+            return operation
 
     def join(self, data: Any, stand_in: Callable[[Tensor], Any]) -> Work:
         """Start a sum that ends when all ranks have started it, and no call with a name is left.
@@ -381,10 +342,11 @@ class Client:
             name: the next call of this name is meant; None for the next one without a name.
         """
         self._check_usable()
-        if name is not None:
-            self._fusion.decline(name, why)
-            return
         with self._order:
+            self._observe_refusal(name, None, "declined", why)
+            if name is not None:
+                self._fusion.decline(name, why)
+                return
             call = MeteredCall(self._meter)
             call.begin()
             self._given_up.append((call, why))
@@ -429,8 +391,10 @@ class Client:
         self._staging.stop(wait=not self._ordered.in_callback)
         self._trace.stop()
         atexit.unregister(self.shutdown)  # who registered that would keep all of this
-        if self._departure.failure is not None:
-            raise self._departure.failure
+        if self.observer is not None:
+            self.observer.finish()
+        if self._resources.failure is not None:
+            raise self._resources.failure
 
     def start_timeline(self, path: str | PathLike[str]) -> None:
         """Write what happens from now on to a file, which Perfetto opens.
@@ -443,7 +407,7 @@ class Client:
             LocalProtocolError: the client was shut down, or belongs to the parent process.
         """
         self._check_usable()
-        self._trace.start(Path(path), self._ordered.flat.spec)
+        self._trace.start(Path(path), self.spec)
 
     def stop_timeline(self) -> None:
         """Complete the file; nothing more is written to it."""
@@ -526,17 +490,7 @@ class Client:
                 "are those of a pool (REDUCTION_SERVERS)"
             )
         _, timeout_s = parse(DType.INT64, ReduceOp.MAX, None, timeout, self.timeout_s)
-        earlier = self._fusion
-        try:
-            return self._admission.admit(timeout_s, self._is_busy)
-        finally:
-            self._fusion = self._admission.fusion
-            if earlier is not self._fusion:  # all have left it behind
-                self._departure.fusion = self._fusion
-                earlier.stop()
-                self._meter.bytes_reduced += earlier.bytes_reduced
-                self._meter.calls += earlier.calls
-                self._meter.waited_s += earlier.waited_s
+        return self._admission.admit(timeout_s, self._is_busy)
 
     @property
     def admits(self) -> bool:
@@ -572,6 +526,50 @@ class Client:
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
+    def _start(
+        self,
+        call: MeteredCall,
+        data: Any,
+        op: str | ReduceOp,
+        timeout: float | str | None,
+        *,
+        weight: float | None,
+        residual: Any,
+        exact: bool,
+    ) -> Operation:
+        """Start the all-reduce of a call without a name, and return it."""
+        array = type(data) is np.ndarray  # which is no tensor, and asked faster
+        if self._piecewise and not array and is_on_device(data):
+            self._check_usable()
+            refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
+            return self._stage(call, data, op, timeout, residual=residual, exact=exact)
+        view, dtype, write_back = host_buffer(data)
+        call.nbytes = view.nbytes
+        reduction, timeout_s = None, self.timeout_s
+        if timeout is None and type(op) is str:
+            reduction = DEFINED.get((dtype, op))  # a call less, mostly
+        if reduction is None:
+            reduction, timeout_s = parse(dtype, op, None, timeout, timeout_s)
+        operation = Operation(
+            view,
+            dtype,
+            reduction,
+            None,
+            timeout_s,
+            call=call,
+            data=data,
+            write_back=write_back,
+            lead=self._ordered.wait,
+            ended=call,
+        )
+        if self._casts or residual is not None:
+            self._round(operation, view.nbytes, residual, exact)
+        if weight is not None:
+            self._start_weighted(operation, weight)
+        else:
+            self._submit(operation)
+        return operation
+
     def _start_weighted(self, operation: Operation, weight: float) -> None:
         if self.spec.elastic:
             raise ConfigError(
@@ -597,7 +595,7 @@ class Client:
         *,
         residual: Any,
         exact: bool,
-    ) -> Work:
+    ) -> Operation:
         """Start an all-reduce of a tensor on a device."""
         flat = flatten(tensor)
         reduction, timeout_s = parse(flat.dtype, op, None, timeout, self.timeout_s)
@@ -629,6 +627,10 @@ class Client:
                 self._refuse(call, why)
             call(why)
             self._given_up.popleft()
+
+    def _observe_refusal(self, name: object, data: Any, op: object, why: BaseException) -> None:
+        if self.observer is not None:
+            self.observer.ended(self.observer.begun(name, data, op), why)
 
     def _refuse(self, call: MeteredCall, why: BaseException) -> None:
         nothing = memoryview(b"")

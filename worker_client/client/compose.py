@@ -1,15 +1,16 @@
-"""What all-reduces go through, put together from a spec; for calls with names, once more."""
+"""What all-reduces go through, put together from the settings; for calls with names, once more."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from worker_client.client.admission import Admission
-from worker_client.client.client import Client, Departure
-from worker_client.client.recording import RecordingClient
+from reducer.errors import ConfigError
+from worker_client.client.admission import Admission, Resources
+from worker_client.client.client import Client
+from worker_client.client.recording import CallLog
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
@@ -17,218 +18,220 @@ from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
 from worker_client.communicators.membership import PATIENCE_S, Membership
 from worker_client.config import NAMED
-from worker_client.fusion import tensor_queue
 from worker_client.fusion.fusion import Fusion
 from worker_client.runtime.trace import Trace
-from worker_client.staging.wire_rule import WireRule
+from worker_client.staging.wire_rule import WIRE_DTYPES, WireRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-    from pathlib import Path
 
-    from reducer.wire.constants import DType
+    from reducer.server import Server
     from worker_client.communicators.communicator import Communicator
     from worker_client.communicators.lobby import Application
     from worker_client.communicators.node_sockets import NodeSockets
     from worker_client.communicators.placement import Place
     from worker_client.communicators.process_group import ProcessGroup
-    from worker_client.protocol.operation import Unfinished
+    from worker_client.config import WorkerConfig
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
 
 
-@dataclass(frozen=True)
-class Composer:
-    """Makes the communicators of one client.
+class Node(NamedTuple):
+    """The node of a rank whose all-reduces go through nodes first.
 
     Attributes:
-        context: that of the reducer that this process hosts, if it does.
-        keys: what to show to reducers.
-        timeout_s: for ranks that are left to reconcile.
-        connect_timeout_s: how long to wait for every reducer's welcome.
-        wire_dtype: what `rounded` all-reduces travel as, FLOAT16, BFLOAT16 or a type of blocks;
-            None if none are.
-        place: of this rank, if all-reduces go through nodes first.
-        meet: connects to the other ranks of this node, which name the same topic.
-        dump: where a client writes its latest calls when one fails; None for nowhere.
+        place: this rank's.
+        meet: connects to the other ranks of the node, which name the same topic.
     """
 
-    timeout_s: float
-    connect_timeout_s: float
-    context: Any = None
-    keys: Keys | None = None
-    wire_dtype: DType | None = None
-    place: Place | None = None
-    meet: Callable[[str], NodeSockets] | None = None
-    dump: Path | None = None
-    trace: Trace = field(default_factory=Trace, init=False)
+    place: Place
+    meet: Callable[[str], NodeSockets]
 
-    def flat(
-        self,
-        spec: JobSpec,
-        left: Callable[[], None] = lambda: None,
-        hand_over: Callable[[list[Unfinished]], None] | None = None,
-    ) -> FlatCommunicator:
-        """Make the innermost communicator."""
-        return FlatCommunicator(
-            spec,
-            context=self.context,
-            keys=self.keys,
-            trace=self.trace,
-            left=left,
-            hand_over=hand_over,
+
+def flat(
+    settings: WorkerConfig,
+    keys: Keys | None = None,
+    server: Server | None = None,
+    trace: Trace | None = None,
+) -> partial[FlatCommunicator]:
+    """Return what makes an innermost communicator; `server` is the reducer of this process.
+
+    Raises:
+        ConfigError: the reference was asked for, which has none.
+    """
+    if settings.impl == "plain":
+        raise ConfigError(
+            "REDUCTION_IMPL=plain starts the reference, which is for a job of its own at reducers "
+            "that run already: leave it out, or set REDUCTION_IMPL=compiled"
+        )
+    return partial(
+        FlatCommunicator,
+        context=None if server is None else server.context,
+        keys=keys,
+        trace=trace,
+    )
+
+
+def client(
+    settings: WorkerConfig,
+    spec: JobSpec,
+    *,
+    keys: Keys | None = None,
+    server: Server | None = None,
+    node: Node | None = None,
+    groups: tuple[ProcessGroup, ProcessGroup] | None = None,
+    application: Application | None = None,
+) -> Client:
+    """Make a client that has joined the job; it stops the reducer `server` that this rank hosts.
+
+    `groups` are for calls in order and for those with names, if `spec.fallback`; `application` lets
+    this rank in, where the job runs already.
+
+    Raises:
+        ReductionError: the job cannot be joined; `worker_client.init` says what can be wrong.
+    """
+    trace = Trace()
+    enter = flat(settings, keys, server, trace)
+    ordered_group, named_group = groups or (None, None)
+    lost = None if application is None else application.offer.lost
+    named = _named(
+        settings, spec, enter, named_group, node=node, trace=trace, in_use=lambda: inner.in_use
+    )
+    resources = Resources(named(spec.world_size, lost), None if server is None else server.stop)
+    joins = application is not None
+    left = resources.release
+    inner = surviving(settings, spec, enter, ordered_group, left=left, lost=lost, joins=joins)
+    admission: Admission | None = None
+    if isinstance(inner, ElasticCommunicator):
+        admission = Admission(inner, enter, named, resources, newcomer=joins)
+    ordered = around(settings, inner, "ordered", node)
+    alone = settings.model_copy(update={"dump": None})
+    made = Client(
+        ordered,
+        resources,
+        wire=WireRule(WIRE_DTYPES[settings.wire_dtype]),
+        timeout_s=settings.timeout,
+        trace=trace,
+        admission=admission,
+        enter=None if node is not None else partial(client, alone, keys=keys),
+    )
+    if settings.dump is not None:
+        # Between nodes each local rank has a job of its own.
+        across = None if node is None else node.place.across
+        made.observer = CallLog(settings.dump, made, ordered, resources, across)
+    try:
+        if application is not None and admission is not None:
+            admission.enter_job(application)
+            admission.settle_in(settings.timeout)
+        elif spec.fallback or spec.elastic:
+            resources.fusion.open()  # later some of those that it goes on without may be lost
+    except BaseException:
+        made.shutdown()
+        raise
+    return made
+
+
+def _named(
+    settings: WorkerConfig,
+    spec: JobSpec,
+    enter: Callable[..., FlatCommunicator],
+    group: ProcessGroup | None,
+    *,
+    node: Node | None,
+    trace: Trace,
+    in_use: Callable[[], list[bool]],
+) -> Callable[[int, Collection[int] | None], Fusion]:
+    """Return what makes a fusion, of so many ranks, some of them lost."""
+
+    def make(ranks: int, lost: Collection[int] | None) -> Communicator:
+        # Who begins when a reducer is lost already does not wait for it.
+        patience_s = math.inf if all(in_use()) else PATIENCE_S
+        its = replace(spec, job=f"{spec.job}{NAMED}", world_size=ranks, patience_s=patience_s)
+        return around(settings, surviving(settings, its, enter, group, lost=lost), "named", node)
+
+    def fusion(ranks: int, lost: Collection[int] | None) -> Fusion:
+        who = spec.rank, ranks
+        if node is not None:  # all ranks of all nodes take part
+            who = node.place.peers[node.place.local_rank], sum(map(len, node.place.nodes))
+        return Fusion(
+            partial(make, ranks, lost),
+            *who,
+            threshold=int(settings.fusion_threshold),
+            cycle_s=settings.cycle_time,
+            timeout_s=settings.timeout,
+            wire=WireRule(WIRE_DTYPES[settings.wire_dtype]),
+            trace=trace,
         )
 
-    def client(
-        self,
-        spec: JobSpec,
-        groups: tuple[ProcessGroup, ProcessGroup] | None = None,
-        *,
-        stop_host: Callable[[], object] | None = None,
-        application: Application | None = None,
-        fusion_threshold: int = 64 << 20,
-        cycle_s: float = 0.001,
-    ) -> Client:
-        """Make a client that has joined the job.
+    return fusion
 
-        Args:
-            spec: of the job at the reducers.
-            groups: for calls in order and for those with names, if `spec.fallback`.
-            stop_host: stops the reducer that this rank hosts.
-            application: lets this rank in, where the job runs already.
-            fusion_threshold: most bytes of a fusion buffer.
-            cycle_s: how long a tensor with a name waits for the next one.
 
-        Raises:
-            ReductionError: the job cannot be joined; `worker_client.init` says what can be wrong.
-        """
-        departure = Departure(stop_host)
-        wire = WireRule(self.wire_dtype)
-        lost = None if application is None else application.offer.lost
-        ordered_group, named_group = groups or (None, None)
-        inner = self._inner(spec, departure, ordered_group, lost=lost, joins=lost is not None)
+def surviving(
+    settings: WorkerConfig,
+    spec: JobSpec,
+    enter: Callable[..., FlatCommunicator],
+    group: ProcessGroup | None,
+    *,
+    left: Callable[[], None] | None = None,
+    lost: Collection[int] | None = None,
+    joins: bool = False,
+) -> Communicator:
+    """Make the part that survives losses: of reducers, of all of them, of ranks.
 
-        def named(ranks: int, lost: Collection[int] | None) -> Communicator:
-            # Who begins when a reducer is lost already does not wait for it.
-            patience_s = math.inf if all(inner.in_use) else PATIENCE_S
-            job = f"{spec.job}{NAMED}"
-            its = replace(spec, job=job, world_size=ranks, patience_s=patience_s)
-            made = self._inner(its, _stay, named_group, announced=True, lost=lost)
-            return self._around(made, "named")
+    `enter` makes the innermost ones. `left` is called once, after the farewell; it is None for
+    calls with names, with which the client does not end, nor say where all-reduces go. `lost` are
+    ranks that an elastic job goes on without already, None for a job that begins; `joins`: this
+    rank joins one that runs.
+    """
+    announced = left is None
 
-        def new_fusion(ranks: int, lost: Collection[int] | None) -> Fusion:
-            who = spec.rank, ranks
-            if self.place is not None:
-                everybody = sum(len(node) for node in self.place.nodes)
-                who = self.place.peers[self.place.local_rank], everybody
-            return Fusion(
-                partial(named, ranks, lost),
-                *who,
-                threshold=fusion_threshold,
-                cycle_s=cycle_s,
-                timeout_s=self.timeout_s,
-                submissions=tensor_queue.twin("compiled"),
-                wire=wire,
-                trace=self.trace,
-            )
-
-        fusion = new_fusion(spec.world_size, lost)
-        admission: Admission | None = None
-        if isinstance(inner, ElasticCommunicator):
-            newcomer = application is not None
-            admission = Admission(inner, self.flat, new_fusion, fusion, newcomer=newcomer)
-        make: Callable[..., Client] = Client
-        if self.dump is not None:
-            # Between nodes each local rank has a job of its own.
-            across = None if self.place is None else self.place.across
-            make = partial(RecordingClient, self.dump, across)
-        client = make(
-            self._around(inner, "ordered"),
-            fusion,
-            wire=wire,
-            timeout_s=self.timeout_s,
-            departure=departure,
-            trace=self.trace,
-            admission=admission,
-            enter=None if self.place is not None else replace(self, dump=None).client,
-        )
-        try:
-            if application is not None and admission is not None:
-                admission.enter_job(application)
-                admission.settle_in(self.timeout_s)
-            elif spec.fallback or spec.elastic:
-                fusion.open()  # later some of those that it goes on without may be lost
-        except BaseException:
-            client.shutdown()
-            raise
-        return client
-
-    def _inner(
-        self,
-        spec: JobSpec,
-        left: Callable[[], None],
-        group: ProcessGroup | None,
-        *,
-        announced: bool = False,
-        lost: Collection[int] | None = None,
-        joins: bool = False,
-    ) -> Communicator:
-        """Make the part that survives losses: of reducers, of all of them, of ranks.
-
-        Args:
-            spec: of the job.
-            left: called once, after the farewell.
-            group: to fall back to, if `spec.fallback`.
-            announced: whether another communicator's warnings say where all-reduces go.
-            lost: ranks that an elastic job goes on without already; None for a job that begins.
-            joins: whether this rank joins a job that runs.
-        """
-
-        def enter(spec: JobSpec, left: Callable[[], None]) -> Communicator:
-            if not spec.fallback or group is None:
-                return self.flat(spec, left)
-            # An elastic job could not go back: its calls have numbers that others would not know.
-            return FallbackCommunicator(
-                spec, self.flat, group, left, returns=not spec.elastic, announced=announced
-            )
-
-        if not spec.elastic:
+    def membership(spec: JobSpec, left: Callable[[], None]) -> Communicator:
+        if not spec.fallback or group is None:
             return enter(spec, left)
-        whole = Membership.whole(spec)
-        return ElasticCommunicator(
-            whole if lost is None else whole.without(lost, ()),
-            enter,
-            left,
-            timeout_s=self.timeout_s,
-            connect_timeout_s=self.connect_timeout_s,
-            joins=joins,
+        # An elastic job could not go back: its calls have numbers that others would not know.
+        return FallbackCommunicator(
+            spec, enter, group, left, returns=not spec.elastic, announced=announced
         )
 
-    def _around(self, inner: Communicator, topic: str) -> Communicator:
-        """Wait for the reducers, and put the rest around what is inside, which ends if that fails.
+    if not spec.elastic:
+        return membership(spec, left or _stay)
+    whole = Membership.whole(spec)
+    return ElasticCommunicator(
+        whole if lost is None else whole.without(lost, ()),
+        membership,
+        left or _stay,
+        timeout_s=settings.timeout,
+        connect_timeout_s=settings.connect_timeout,
+        joins=joins,
+    )
 
-        Args:
-            inner: what survives losses.
-            topic: what ranks of a node call it.
 
-        Raises:
-            ReductionError: a reducer, or a rank of this node, did not answer or refused this rank.
-        """
-        node: NodeSockets | None = None
-        try:
-            if self.meet is not None:
-                node = self.meet(topic)
-            inner.join(self.connect_timeout_s)
-            if self.wire_dtype is not None:
-                inner = CastingCommunicator(inner, self.wire_dtype, whole=inner.spec.elastic)
-            if node is not None and self.place is not None:
-                return HierarchicalCommunicator(inner, self.place, node)
-        except BaseException:
-            if node is not None:
-                node.close()
-            inner.stop()
-            raise
-        return inner
+def around(
+    settings: WorkerConfig, inner: Communicator, topic: str, node: Node | None = None
+) -> Communicator:
+    """Wait for the reducers, and put the rest around what is inside, which ends if that fails.
+
+    `topic` is what ranks of a node call it.
+
+    Raises:
+        ReductionError: a reducer, or a rank of this node, did not answer or refused this rank.
+    """
+    wire_dtype = WIRE_DTYPES[settings.wire_dtype]
+    sockets: NodeSockets | None = None
+    try:
+        if node is not None:
+            sockets = node.meet(topic)
+        inner.join(settings.connect_timeout)
+        if wire_dtype is not None:
+            inner = CastingCommunicator(inner, wire_dtype, whole=inner.spec.elastic)
+        if node is not None and sockets is not None:
+            return HierarchicalCommunicator(inner, node.place, sockets)
+    except BaseException:
+        if sockets is not None:
+            sockets.close()
+        inner.stop()
+        raise
+    return inner
 
 
 def _stay() -> None:

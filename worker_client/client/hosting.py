@@ -57,12 +57,9 @@ class Hosted:
 def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
     """Start this rank's reducer and learn where those of the others are.
 
-    They admit the ranks of this group alone, to which its store gives a secret of the job.
-
-    Args:
-        group: the job's members.
-        interface: where this rank's listens, as of `choose`; empty for the way to the other ranks.
-        encrypt: have keys as well, made here, where other machines can reach a reducer.
+    They admit the ranks of this group alone, to which its store gives a secret of the job. This
+    rank's listens at `interface`, as of `choose`, or on the way to the other ranks. With `encrypt`
+    they have keys as well, made here, where other machines can reach a reducer.
 
     Raises:
         ConfigError: at this rank or another one a setting of the reducer is wrong or its port is

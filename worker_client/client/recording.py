@@ -1,4 +1,4 @@
-"""A client that keeps its latest calls, and writes them to a file when one fails, and at its end.
+"""Keeps a client's latest calls, and writes them to a file when one fails, and at its end.
 
 The file has the form of PyTorch's Flight Recorder (its version 2.10), as JSON;
 `worker_client.commands.doctor.dumps` reads it.
@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 from reducer import __version__
 from reducer.errors import MismatchError, RankLostError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import ReduceOp
-from worker_client.client.client import Client
 from worker_client.protocol.spec import file_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
+    from worker_client.client.admission import Resources
+    from worker_client.client.client import Client
+    from worker_client.communicators.communicator import Communicator
     from worker_client.work import Work
 
 KEPT = 1000  # calls
@@ -55,17 +57,12 @@ log = logging.getLogger(__name__)
 
 
 class Entry:
-    """One call of this rank.
+    """One call of this rank, of what is in `data`.
 
-    Args:
+    Attributes:
         group: `ORDERED` or `NAMED`.
         number: of the call, from 0: among those without a name, or those of its name; None: it is
             not known yet, or the call was refused.
-        name: the caller's.
-        data: what is to be reduced.
-        op: reduction.
-
-    Attributes:
         work: its handle; None where the call was refused at this rank.
         error: what it ended with, if it did, and badly.
         ended_ns: when it ended, of the wall clock; 0 while it goes on.
@@ -93,9 +90,8 @@ class Entry:
     def described(self, place: int, *, scheduled: bool) -> dict[str, Any]:
         """Return it in the form of the file.
 
-        Args:
-            place: in the order of its group that is the same at every rank.
-            scheduled: whether some rank has not made it yet, as far as is known.
+        It has `place` in the order of its group that is the same at every rank. `scheduled`: some
+        rank has not made it yet, as far as is known.
         """
         well = self.ended_ns > 0 and self.error is None
         size, dtype = [self.shape], [_DTYPES.get(self.dtype, self.dtype)]
@@ -135,15 +131,27 @@ class Entry:
 class CallLog:
     """The latest calls of one client; threads may share it, but not the children of the process.
 
-    Args:
-        directory: where files go; made when there is something to write.
-        describe: returns what the file tells besides, and as ``waiting`` the names of the calls
-            that not all ranks have made yet.
+    A subdirectory of `dump`, named after the job, gets a file for each rank. With all-reduces
+    through nodes, `across` are the ranks of the job at the reducers, `ordered` and `resources` what
+    the client is made of.
     """
 
-    def __init__(self, directory: Path, describe: Callable[[], dict[str, Any]]) -> None:
-        self._directory = directory
-        self._describe = describe
+    def __init__(
+        self,
+        dump: Path,
+        client: Client,
+        ordered: Communicator,
+        resources: Resources,
+        across: Sequence[int] | None,
+    ) -> None:
+        generation = f"-generation-{client.spec.generation}" if client.spec.generation else ""
+        self._directory = dump / f"{file_name(client.spec.job)}{generation}"
+        self._client = client
+        self._ordered = ordered
+        self._resources = resources
+        self._across = across
+        self._joined_late = client.newcomer
+        self._in_order = 0  # calls without a name so far
         self._entries: deque[Entry] = deque(maxlen=KEPT)
         self._made = 0
         self._began_ns = time.time_ns()
@@ -152,20 +160,25 @@ class CallLog:
         self._pid = os.getpid()
         self._counting = threading.RLock()  # a signal handler may make a call
         self._writing = threading.RLock()
+        atexit.register(self.finish)
 
-    def note(self, entry: Entry) -> None:
-        """Keep a call that begins."""
+    def begun(self, name: object, data: Any, op: object, work: Work | None = None) -> Entry:
+        """Keep a call that is made, or refused."""
+        group, number = (ORDERED, self._in_order) if name is None else (NAMED, None)
+        entry = Entry(group, number, name, data, op)
         with self._counting:
+            self._in_order += name is None
             entry.id = self._made
             self._made += 1
             self._entries.append(entry)
+        if work is not None:
+            entry.work = work
+            if name is not None:
+                entry.number = getattr(work, "call", None)
+            work.future().add_done_callback(lambda done: self.ended(entry, done.exception()))
+        return entry
 
-    def follow(self, entry: Entry, work: Work) -> None:
-        """Take note of the end of a call when it comes."""
-        entry.work = work
-        work.future().add_done_callback(lambda done: self.end(entry, done.exception()))
-
-    def end(self, entry: Entry, error: BaseException | None) -> None:
+    def ended(self, entry: Entry, error: BaseException | None) -> None:
         """Take note of the end of a call, and write all of them if it tells of other ranks."""
         entry.error = error
         entry.ended_ns = time.time_ns()
@@ -180,6 +193,7 @@ class CallLog:
 
     def finish(self) -> None:
         """Write all at the end of the client or program: another rank may miss a call."""
+        atexit.unregister(self.finish)
         if self._finished or self._pid != os.getpid():
             return
         for entry in tuple(self._entries):  # whoever waited may have left before it was noted
@@ -203,9 +217,7 @@ class CallLog:
     def write(self) -> None:
         """Write the calls that are kept; a file system that refuses is no reason to fail."""
         with self._writing:
-            about = self._describe()
-            about["reduction"] |= {"began_ns": self._began_ns, "written_ns": time.time_ns()}
-            waiting = about.pop("waiting")
+            about, waiting = self._about(), self._resources.fusion.waiting
             kept = tuple(self._entries)
             # Of calls with names there is no order in which every rank makes them.
             ordered = [(entry.number or 0, entry) for entry in kept if entry.group == ORDERED]
@@ -231,103 +243,35 @@ class CallLog:
             else:
                 log.info("the latest %d calls are in %s", len(entries), self._directory)
 
-
-class RecordingClient(Client):
-    """A client that writes its latest calls to a file when one of them fails, and when it ends.
-
-    Args:
-        dump: a directory; its subdirectory named after the job gets a file for each rank.
-        across: ranks of the job at the reducers, if all-reduces go through nodes first.
-    """
-
-    def __init__(
-        self, dump: Path, across: Sequence[int] | None, *arguments: Any, **settings: Any
-    ) -> None:
-        super().__init__(*arguments, **settings)
-        self._made = 0
-        directory = file_name(self.spec.job)
-        if self.spec.generation:
-            directory += f"-generation-{self.spec.generation}"
-        self._log = CallLog(dump / directory, self._describe)
-        self._across = across
-        self._joined_late = self.newcomer
-        atexit.register(self._log.finish)
-
-    def all_reduce(
-        self,
-        data: Any,
-        op: str | ReduceOp = ReduceOp.MEAN,
-        *,
-        name: str | None = None,
-        timeout: float | str | None = None,
-        **how: Any,
-    ) -> Work:
-        """As of `Client`."""
-        if name is not None:
-            entry = Entry(NAMED, None, name, data, op)
-            return self._record(entry, data, op, name=name, timeout=timeout, **how)
-        with self._order:
-            entry = Entry(ORDERED, self._number(), None, data, op)
-            return self._record(entry, data, op, timeout=timeout, **how)
-
-    def decline(self, why: BaseException, *, name: str | None = None) -> None:
-        """As of `Client`."""
-        with self._order:
-            group, number = (ORDERED, self._number()) if name is None else (NAMED, None)
-            entry = Entry(group, number, name, None, "declined")
-            self._log.note(entry)
-            self._log.end(entry, why)
-            super().decline(why, name=name)
-
-    def shutdown(self) -> None:
-        """As of `Client`."""
-        super().shutdown()
-        self._log.finish()
-        atexit.unregister(self._log.finish)
-
-    def _number(self) -> int:
-        self._made += 1
-        return self._made - 1
-
-    def _record(self, entry: Entry, data: Any, op: str | ReduceOp, **how: Any) -> Work:
-        self._log.note(entry)
-        try:
-            work = super().all_reduce(data, op, **how)
-        except BaseException as error:
-            self._log.end(entry, error)
-            raise
-        if entry.group == NAMED:
-            entry.number = getattr(work, "call", None)
-        self._log.follow(entry, work)
-        return work
-
-    def _describe(self) -> dict[str, Any]:
-        ranks = list(self._across or range(self.world_size))
+    def _about(self) -> dict[str, Any]:
+        client = self._client
+        ranks = list(self._across or range(client.world_size))
         groups = {"0": "calls in order", "1": "calls by name"}
-        straggler = self.straggler
+        straggler = client.straggler
         return {
             "pg_config": {
                 at: {"name": at, "desc": desc, "ranks": str(ranks)} for at, desc in groups.items()
             },
             "pg_status": {},
-            "waiting": self._fusion.waiting,
             "reduction": {
                 "version": __version__,
-                "job": self.spec.job,
-                "generation": self.spec.generation,
-                "run": self.spec.run,
-                "rank": self.rank,
+                "job": client.spec.job,
+                "generation": client.spec.generation,
+                "run": client.spec.run,
+                "rank": client.rank,
                 "ranks": ranks,
-                "present": list(self.present),
+                "present": list(client.present),
                 "joined_late": self._joined_late,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
-                "calls": self._made,
+                "began_ns": self._began_ns,
+                "written_ns": time.time_ns(),
+                "calls": self._in_order,
                 "links": [
                     {"reducer": link.address, "state": link.state.name, "connected": link.up}
-                    for link in tuple(self._ordered.flat.session.links)
+                    for link in tuple(self._ordered.links)
                 ],
-                "counters": self.counters._asdict(),
+                "counters": client.counters._asdict(),
                 "straggler": None if straggler is None else asdict(straggler),
             },
         }

@@ -39,21 +39,15 @@ _joined = [0]  # calls of `current` so far; the same number at every rank, so it
 class Rendezvous:
     """Where all ranks of a process group meet, or some of them.
 
-    Args:
-        rank: among those who meet.
-        ranks: what the process group calls those who meet.
-        store: which they share, and nobody else writes to.
-        all_of: ranks of all jobs that meet like this one, this one included, if that is known.
-        name: what the job is called in addition, if it is one of several of the same name.
-        timeout_s: how long to wait for a rank that has not come yet, seconds.
-        make_private: makes a group that nothing else uses, at the same point in every rank, if that
-            can be. Its arguments: how many seconds at most what is done with it takes; and ranks of
-            several such groups, of which this rank is in one.
+    Nobody else writes to `store`. `all_of` are ranks of all jobs that meet like this one, this one
+    included, if that is known. A rank that has not come yet is waited for `timeout_s`.
 
     Attributes:
-        rank, ranks, name: as given.
-        make_private: the same, for the ranks that meet here.
-        world_size: number of those who meet.
+        rank, world_size: among those who meet.
+        ranks: what the process group calls them.
+        name: what the job is called in addition, if it is one of several of the same name.
+        make_private: makes a group of them that nothing else uses, at the same point in every rank,
+            if that can be, for what takes so many seconds at most.
     """
 
     def __init__(

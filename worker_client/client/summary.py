@@ -1,12 +1,26 @@
-"""What a client has gone through."""
+"""What a client has gone through; the lines in a job's output when a worker begins, and ends.
+
+They are records of level INFO if the program has set up logging, which decides where they go; else
+lines on standard error, unless the program wants to hear less of us.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reducer.logs import program_shows
+
 if TYPE_CHECKING:
     from reducer.wire.messages import Straggler
+    from worker_client.protocol.spec import JobSpec
+
+_NAMED = 3  # addresses of reducers in a line; of more, their number
+_OURS = logging.getLogger("worker_client")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,12 +51,12 @@ class Summary:
     def __str__(self) -> str:
         """Say all of it."""
         said = [
-            f"{count(self.calls, 'all-reduce')}, {_size(self.bytes_reduced)}",
+            f"{_count(self.calls, 'all-reduce')}, {_size(self.bytes_reduced)}",
             f"waited {self.waited_s:.1f} s",
             _lost(self.losses),
         ]
         if self.fallbacks:
-            said.append(f"{count(self.fallbacks, 'all-reduce')} by the process group")
+            said.append(f"{_count(self.fallbacks, 'all-reduce')} by the process group")
         if lost := sorted({*range(self.world_size)} - {*self.present}):
             said.append(f"went on without rank {', '.join(map(str, lost))}")
         if self.straggler is not None and self.rank == self.present[0]:  # once a job
@@ -57,7 +71,7 @@ def _lost(times: int) -> str:
     return f"reducers lost {times} times" if times > 1 else f"{times or 'no'} reducer lost"
 
 
-def count(number: int, noun: str) -> str:
+def _count(number: int, noun: str) -> str:
     """Return a number of things, in words."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
@@ -68,3 +82,37 @@ def _size(count: float) -> str:
             break
         count /= 1000
     return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+
+
+def begins(summary: Summary, spec: JobSpec, impl: str) -> None:
+    """Say who takes part in what, with which implementation."""
+    _say(f"{_who(summary, spec)}: {_reducers(spec)}, {impl} implementation")
+
+
+def ends(summary: Summary, spec: JobSpec) -> None:
+    """Say what a client has gone through."""
+    _say(f"{_who(summary, spec)}, ends: {summary}")
+
+
+def _who(summary: Summary, spec: JobSpec) -> str:
+    generation = f" (generation {spec.generation})" if spec.generation else ""
+    return f"rank {summary.rank} of {summary.world_size}, job {spec.job}{generation}"
+
+
+def _reducers(spec: JobSpec) -> str:
+    pool = [address for at, address in enumerate(spec.reducers) if at not in spec.hosts]
+    said = []
+    if pool:
+        listed = f" ({', '.join(pool)})" if len(pool) <= _NAMED else ""
+        said.append(f"{_count(len(pool), 'reducer')}{listed}")
+    if spec.hosts:
+        said.append("a reducer in every rank")
+    return " and ".join(said)
+
+
+def _say(line: str) -> None:
+    if program_shows(log):
+        log.info("%s", line)
+    elif not (_OURS.level > logging.INFO or log.manager.disable >= logging.INFO or log.disabled):
+        sys.stderr.write(f"reduction: {line}\n")  # in one piece: all ranks write to one terminal
+        sys.stderr.flush()

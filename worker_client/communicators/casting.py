@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reducer.errors import ReductionError
-from worker_client.communicators.communicator import Communicator, Counters
+from worker_client.communicators.communicator import Communicator
 from worker_client.protocol.operation import Operation
 from worker_client.runtime.driver import AHEAD
 from worker_client.staging import casts
@@ -22,12 +22,7 @@ from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.split_call import submit_pieces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from reducer.wire.constants import DType
-    from reducer.wire.messages import Straggler
-    from worker_client.communicators.communicator import FlatCommunicator
-    from worker_client.protocol.spec import JobSpec
 
 FLOAT_BYTES = 4
 LARGE_BYTES = 8 << 20  # to be cut: casting it takes as long as a small all-reduce
@@ -45,76 +40,17 @@ class CastingCommunicator(Communicator):
     """
 
     def __init__(self, inner: Communicator, wire_dtype: DType, *, whole: bool) -> None:
-        self._inner = inner
+        self.inner = inner
         self._wire_dtype = wire_dtype
         self._whole = whole
         self._casts = casts.select()
         self._memory = BufferPool(_allocate, most=_KEPT, turns=_KEPT_CALLS)
 
-    # -- what the inner one says ------------------------------------------------------------------
-
-    @property
-    def flat(self) -> FlatCommunicator:
-        return self._inner.flat
-
-    @property
-    def spec(self) -> JobSpec:
-        return self._inner.spec
-
-    @property
-    def world_size(self) -> int:
-        return self._inner.world_size
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        return self._inner.present
-
-    @property
-    def straggler(self) -> Straggler | None:
-        return self._inner.straggler
-
-    @property
-    def piecewise(self) -> bool:
-        return self._inner.piecewise
-
-    @property
-    def counters(self) -> Counters:
-        return self._inner.counters
-
-    @property
-    def closing(self) -> bool:
-        return self._inner.closing
-
-    @property
-    def busy(self) -> bool:
-        return self._inner.busy
-
-    @property
-    def in_callback(self) -> bool:
-        return self._inner.in_callback
-
-    def check(self) -> None:
-        self._inner.check()
-
-    def join(self, timeout_s: float) -> None:
-        self._inner.join(timeout_s)
-
-    def lose(self, ranks: frozenset[int]) -> None:
-        self._inner.lose(ranks)
-
-    def wait(self, done: Callable[[], bool], until: float) -> None:
-        self._inner.wait(done, until)
-
-    def stop(self) -> None:
-        self._inner.stop()
-
-    # -- casts --------------------------------------------------------------------------------
-
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce; of what is rounded this thread casts what is to travel first."""
         if not operation.rounded:
             self._memory.skip()
-            self._inner.submit(operation)
+            self.inner.submit(operation)
             return
         wire = self._memory.take(self._wire_dtype.nbytes(operation.view.nbytes // FLOAT_BYTES))
 
@@ -123,8 +59,8 @@ class CastingCommunicator(Communicator):
 
         try:
             pieces = self._pieces(operation, wire)
-            filled = AHEAD if self._inner.fills else None
-            submit_pieces(operation, pieces, self._inner.submit, release, filled=filled)
+            filled = AHEAD if self.inner.fills else None
+            submit_pieces(operation, pieces, self.inner.submit, release, filled=filled)
         except ReductionError:
             release(None)
             raise

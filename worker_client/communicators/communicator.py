@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
 import time
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReducerLostError
@@ -16,10 +16,11 @@ from worker_client.runtime.trace import Trace
 from worker_client.runtime.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Sequence
 
     from reducer.errors import ReductionError
     from reducer.wire.messages import Straggler
+    from worker_client.protocol.link import Link
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
@@ -46,22 +47,23 @@ class Counters(NamedTuple):
         return Counters(*map(sum, zip(self, other, strict=True)))
 
 
-class Communicator(ABC):
+class Communicator:
     """All-reduces of host memory, in the same order at every rank; threads may share it.
 
-    Its kinds are put around each other at the start of a job (`worker_client.client.compose`):
-    `FlatCommunicator` is the innermost, or several of them are, one after another.
+    Its kinds are put around each other at the start of a job (`worker_client.client.compose`), and
+    what one of them does not say itself, the one inside does. `FlatCommunicator` is the innermost,
+    or several of them are, one after another.
+
+    Attributes:
+        inner: the one inside, now.
     """
 
-    @property
-    @abstractmethod
-    def flat(self) -> FlatCommunicator:
-        """The membership at the reducers that is in use now."""
+    inner: Communicator
 
     @property
     def spec(self) -> JobSpec:
         """The job, as it began."""
-        return self.flat.spec
+        return self.inner.spec
 
     @property
     def rank(self) -> int:
@@ -71,32 +73,54 @@ class Communicator(ABC):
     @property
     def world_size(self) -> int:
         """Number of ranks that have ever taken part: at the start, and joined since."""
-        return self.spec.world_size
+        return self.inner.world_size
 
     @property
     def present(self) -> tuple[int, ...]:
         """Ranks that take part: all of them, but for those that the job goes on without."""
-        return tuple(range(self.world_size))
+        return self.inner.present
 
     @property
     def in_use(self) -> list[bool]:
         """Whether each reducer is in use, in the order of the spec."""
-        flat = self.flat  # another one, perhaps, the next time
-        used = dict(zip(flat.spec.reducers, flat.in_use, strict=True))
+        inner = self.inner  # another one, perhaps, the next time
+        used = dict(zip(inner.spec.reducers, inner.in_use, strict=True))
         return [used.get(address, False) for address in self.spec.reducers]
 
     @property
     def straggler(self) -> Straggler | None:
         """The rank that the others wait for again and again, as the reducers say."""
-        return self.flat.session.straggler
+        return self.inner.straggler
 
-    def lose(self, ranks: frozenset[int]) -> None:  # noqa: B027 (most go on without none)
-        """Go on without ranks that are lost elsewhere, if it can: it may never have seen them."""
+    @property
+    def lost_ranks(self) -> Collection[int]:
+        """Ranks of the membership in use that reducers have called lost, by its numbers."""
+        return self.inner.lost_ranks
+
+    @property
+    def reached(self) -> float:
+        """Number of the first all-reduce that some rank may not have finished; infinity: none."""
+        return self.inner.reached
+
+    @property
+    def final(self) -> ReductionError | None:
+        """Why no all-reduce of an elastic membership ends well any more: a rank of it is lost."""
+        return self.inner.final
+
+    @property
+    def usable(self) -> Sequence[int] | None:
+        """How many lanes of each reducer this rank can use; none yet; None: none any more."""
+        return self.inner.usable
+
+    @property
+    def links(self) -> Sequence[Link]:
+        """The links to the reducers of the membership in use."""
+        return self.inner.links
 
     @property
     def piecewise(self) -> bool:
         """Whether a large call may come as so many all-reduces as a call can have."""
-        return True
+        return self.inner.piecewise
 
     @property
     def fills(self) -> bool:
@@ -104,24 +128,24 @@ class Communicator(ABC):
         return False
 
     @property
-    @abstractmethod
     def counters(self) -> Counters:
         """What it has gone through so far."""
+        return self.inner.counters
 
     @property
-    @abstractmethod
     def closing(self) -> bool:
         """Whether nothing may be submitted any more."""
+        return self.inner.closing
 
     @property
-    @abstractmethod
     def busy(self) -> bool:
         """Whether an all-reduce is in progress, besides the one whose callback this is."""
+        return self.inner.busy
 
     @property
-    @abstractmethod
     def in_callback(self) -> bool:
         """Whether this thread is in a callback of an all-reduce, which may wait for none."""
+        return self.inner.in_callback
 
     def check(self) -> None:
         """See whether all-reduces may be submitted.
@@ -132,7 +156,6 @@ class Communicator(ABC):
         if self.closing:
             raise LocalProtocolError(SHUT_DOWN)
 
-    @abstractmethod
     def join(self, timeout_s: float) -> None:
         """Wait until every reducer has welcomed this rank that is in use.
 
@@ -141,29 +164,38 @@ class Communicator(ABC):
             LocalProtocolError: it was stopped meanwhile.
             ReductionError: a reducer refused this worker; the class says why.
         """
+        self.inner.join(timeout_s)
 
-    @abstractmethod
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce, which ends itself (`Operation.end`).
 
         Raises:
             ReductionError: nothing may be submitted any more, and the operation does not end.
         """
+        self.inner.submit(operation)
 
-    @abstractmethod
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Move all-reduces on until `done`, or `until`, if this thread can; else return at once.
 
         Raises:
             LocalProtocolError: this is a callback of an all-reduce: nobody else can bring its end.
         """
+        self.inner.wait(done, until)
 
-    @abstractmethod
+    def lose(self, ranks: frozenset[int]) -> None:
+        """Go on without ranks that are lost elsewhere, if it can: it may never have seen them."""
+        self.inner.lose(ranks)
+
+    def fail(self, error: ReductionError) -> None:
+        """End badly what is in progress, and tell the reducers."""
+        self.inner.fail(error)
+
     def stop(self) -> None:
         """Leave the job; what is in progress fails. May be called again.
 
         It returns before where waiting could last for ever, as `Driver.stop` does.
         """
+        self.inner.stop()
 
 
 class FlatCommunicator(Communicator):
@@ -176,12 +208,12 @@ class FlatCommunicator(Communicator):
     def __init__(
         self,
         spec: JobSpec,
+        left: Callable[[], None] = lambda: None,
+        hand_over: Callable[[list[Unfinished]], None] | None = None,
         *,
         context: Any,
         keys: Keys | None = None,
         trace: Trace | None = None,
-        left: Callable[[], None] = lambda: None,
-        hand_over: Callable[[list[Unfinished]], None] | None = None,
     ) -> None:
         self.session = session = Session(spec)
         self._wait_until = time.monotonic() + spec.wait_s
@@ -222,16 +254,54 @@ class FlatCommunicator(Communicator):
         return self._driver.in_callback
 
     @property
-    def flat(self) -> FlatCommunicator:
-        return self
-
-    @property
     def spec(self) -> JobSpec:
         return self.session.spec
 
     @property
+    def world_size(self) -> int:
+        return self.spec.world_size
+
+    @property
+    def present(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+    @property
+    def straggler(self) -> Straggler | None:
+        return self.session.straggler
+
+    @property
+    def lost_ranks(self) -> Collection[int]:
+        return self.session.lost_ranks
+
+    @property
+    def reached(self) -> float:
+        # Process groups survive no rank: of what they do nothing is made again.
+        return math.inf if self.session.handed_over else self.session.flight.reached
+
+    @property
+    def final(self) -> ReductionError | None:
+        return self.session.calls.final
+
+    @property
+    def usable(self) -> Sequence[int] | None:
+        if self.session.failover.final:
+            return None
+        return self.session.failover.usable_lanes() if self.session.joined else ()
+
+    @property
+    def links(self) -> Sequence[Link]:
+        return self.session.links
+
+    @property
+    def piecewise(self) -> bool:
+        return True
+
+    @property
     def fills(self) -> bool:
         return True
+
+    def lose(self, ranks: frozenset[int]) -> None:
+        """Go on with them: it can do nothing without."""
 
     @property
     def counters(self) -> Counters:

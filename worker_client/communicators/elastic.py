@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.wire.messages import Straggler
-    from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.membership import Membership
     from worker_client.protocol.spec import JobSpec
 
@@ -83,17 +82,14 @@ class _Earlier:
 class ElasticCommunicator(Communicator):
     """Goes on without lost ranks: a communicator for each membership, one after another.
 
-    Args:
-        membership: that this rank begins in, or joins.
-        enter: makes a communicator in a membership, from its spec and its `left`.
-        left: called once, after the farewell.
-        timeout_s: for the ranks that are left to reconcile.
-        connect_timeout_s: for the reducers to admit them.
-        joins: whether the others of it are at work already, and let this rank in.
+    It begins in `membership`; if it `joins`, the others of that are at work already, and let this
+    rank in. `enter` makes a communicator in a membership, from its spec and its `left`; `left` is
+    called once, after the farewell. The ranks that are left have `timeout_s` to reconcile, the
+    reducers `connect_timeout_s` to admit them.
 
     Attributes:
         on_change: called by the thread that reconciles, with every new membership.
-        communicator: in the current membership.
+        inner: in the current membership.
         lost: ranks that the job goes on without.
     """
 
@@ -130,13 +126,9 @@ class ElasticCommunicator(Communicator):
         self._gate = threading.Condition(threading.RLock())
         self._failure: ReductionError | None = None  # why there is no going on any more
         self._recovery: threading.Thread | None = None
-        self.communicator = self._connect(membership.spec)
+        self.inner = self._connect(membership.spec)
 
     # -- the communicator -------------------------------------------------------------------------
-
-    @property
-    def flat(self) -> FlatCommunicator:
-        return self.communicator.flat
 
     @property
     def spec(self) -> JobSpec:
@@ -153,12 +145,12 @@ class ElasticCommunicator(Communicator):
     @property
     def straggler(self) -> Straggler | None:
         with self._gate:
-            found, present = self.communicator.straggler, self.membership.present
+            found, present = self.inner.straggler, self.membership.present
         return None if found is None else replace(found, rank=present[found.rank])
 
     @property
     def counters(self) -> Counters:
-        return self._past.plus(self.communicator.counters)
+        return self._past.plus(self.inner.counters)
 
     @property
     def closing(self) -> bool:
@@ -167,13 +159,6 @@ class ElasticCommunicator(Communicator):
     @property
     def busy(self) -> bool:
         return any(not entry.over for entry in self._replay_log)
-
-    @property
-    def in_callback(self) -> bool:
-        return self.communicator.in_callback
-
-    def join(self, timeout_s: float) -> None:
-        self.communicator.join(timeout_s)
 
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce, when the ranks have reconciled if they are about to."""
@@ -190,7 +175,7 @@ class ElasticCommunicator(Communicator):
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Move all-reduces on, for as long as the membership stays."""
-        self.communicator.wait(lambda: done() or self._recovery is not None, until)
+        self.inner.wait(lambda: done() or self._recovery is not None, until)
 
     def stop(self) -> None:
         with self._gate:
@@ -202,7 +187,7 @@ class ElasticCommunicator(Communicator):
         with self._gate:
             communicators = [communicator for communicator, _ in self._losses.coming]
             communicators += self._earlier.communicators
-        for communicator in [*communicators, self.communicator]:
+        for communicator in [*communicators, self.inner]:
             communicator.stop()
         if self._earlier.leaving is not None:
             self._earlier.leaving.join()
@@ -212,14 +197,10 @@ class ElasticCommunicator(Communicator):
     # -- ranks that join, and ranks that are lost elsewhere -----------------------------------
 
     def admit(self, more: int, timeout_s: float) -> bool:
-        """Let ranks in that wait: all ranks call this with no call in progress.
+        """Let ranks in that wait: all ranks call this, in `timeout_s`, with no call in progress.
 
-        Args:
-            more: how many are ready to join, as far as this rank knows.
-            timeout_s: for the other ranks to call this.
-
-        Returns:
-            Whether ranks have joined, the same at all ranks. They may be lost by now.
+        `more` are ready to join, as far as this rank knows. Return whether ranks have joined, the
+        same at all ranks; they may be lost by now.
         """
         numbers = memoryview(array("q", [more])).cast("B")
         entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))
@@ -257,9 +238,9 @@ class ElasticCommunicator(Communicator):
             why = RankLostError(f"rank {news[0]} is lost", rank=news[0])
             self._losses.cause = self._losses.cause or why
             self._recover()
-            present, communicator = self.membership.present, self.communicator
+            present, communicator = self.membership.present, self.inner
         # What is in progress waits for it, here and at others.
-        communicator.flat.fail(RankLostError(str(why), rank=present.index(news[0])))
+        communicator.fail(RankLostError(str(why), rank=present.index(news[0])))
 
     def arrive(self) -> None:
         """Begin to wait for the others of the membership that this rank joins."""
@@ -300,7 +281,7 @@ class ElasticCommunicator(Communicator):
         attempt = entry.begin(partial(self._attempt_ended, entry))
         entry.operation.pieces = {attempt: None}
         self._attempts.add(entry)
-        self.communicator.submit(attempt)
+        self.inner.submit(attempt)
 
     def _refuse(self, entry: Entry, refusal: Operation) -> None:
         """End a call that an interrupt has left half begun: the others hear why."""
@@ -311,7 +292,7 @@ class ElasticCommunicator(Communicator):
         # Ends in the place of the attempt, if that was never submitted; else ends the attempt.
         refusal.ended = partial(self._refusal_ended, entry, refusal)
         self._attempts.add(entry)
-        self.communicator.submit(refusal)
+        self.inner.submit(refusal)
 
     def _refusal_ended(
         self, entry: Entry, refusal: Operation, error: ReductionError | None
@@ -334,9 +315,7 @@ class ElasticCommunicator(Communicator):
             entry.finish(bytes(entry.operation.view) if told is None else None, told)
             if self._admits(entry):
                 self._recover()
-            session = self.flat.session
-            # Process groups survive no rank: of what they do nothing is made again.
-            reached = math.inf if session.handed_over else session.flight.reached
+            reached = self.inner.reached
             self._replay_log.prune(reached)
             earlier = self._earlier
             if earlier.communicators and reached > earlier.last_question:
@@ -350,7 +329,7 @@ class ElasticCommunicator(Communicator):
         """Whether a call failed because a rank was lost, as far as can be seen here."""
         if self._closing:
             return False
-        if isinstance(error, RankLostError) and error.rank != self.flat.spec.rank:
+        if isinstance(error, RankLostError) and error.rank != self.membership.spec.rank:
             self._losses.suspects.add(self.membership.present[error.rank])
             return True
         # When ranks have heard of a loss in the middle of an agreement they begin anew.
@@ -393,8 +372,7 @@ class ElasticCommunicator(Communicator):
         while not self._closing:
             with self._gate:
                 for communicator, present in self._places():
-                    lost_there = communicator.flat.session.lost_ranks
-                    self._losses.suspects.update(present[rank] for rank in lost_there)
+                    self._losses.suspects.update(present[rank] for rank in communicator.lost_ranks)
                 if not self._losses.suspects <= known:
                     return True
             if time.monotonic() > end:
@@ -412,7 +390,7 @@ class ElasticCommunicator(Communicator):
             lost = self.lost | frozenset(self._losses.suspects)
             if self._grows and not self._losses.coming:
                 lost = self.lost  # those that join wait there, and hear of losses from who comes
-        links = self.flat.session.links
+        links = self.inner.links
         visited = 0
         while lost != self.lost and visited < len(self._origins):
             # What has ended at any of these, an admission as well, ends at all of them here.
@@ -445,7 +423,7 @@ class ElasticCommunicator(Communicator):
 
     def _next(self, lost: frozenset[int]) -> Membership:
         """Return the membership to go on in without these ranks."""
-        links = self.flat.session.links
+        links = self.inner.links
         base, more = self._origins[-1] if self._origins else (self.membership, 0)
         membership = base.without(lost, links, more)
         follows = self._grows or membership.may_follow(self.membership)
@@ -464,11 +442,11 @@ class ElasticCommunicator(Communicator):
         Return where, and the sequence number of the last all-reduce there.
         """
         here = self._joins and membership.spec.job == self.membership.spec.job
-        communicator = self.communicator if here else self._connect(membership.spec)
+        communicator = self.inner if here else self._connect(membership.spec)
         with self._gate:
             self._losses.coming.append((communicator, membership.present))
         ask = partial(self._ask, communicator, membership, lost)
-        reconciliation = Reconciliation(communicator.flat.spec, ask, self._why)
+        reconciliation = Reconciliation(membership.spec, ask, self._why)
         try:
             self._check_open()
             communicator.join(self._connect_timeout_s)
@@ -500,7 +478,7 @@ class ElasticCommunicator(Communicator):
         for rank in sorted(self._losses.suspects - lost):
             why = f"rank {rank} is lost as well: its part in an earlier membership has ended"
             if rank in membership.present:
-                communicator.flat.fail(RankLostError(why, rank=membership.present.index(rank)))
+                communicator.fail(RankLostError(why, rank=membership.present.index(rank)))
 
     def _go_on(
         self,
@@ -512,12 +490,12 @@ class ElasticCommunicator(Communicator):
         """Make all calls that have no result, in the new membership."""
         with self._gate:
             self._check_open()
-            places = [self.communicator, *(other for other, _ in self._losses.coming)]
+            places = [self.inner, *(other for other, _ in self._losses.coming)]
             self._earlier.communicators += [one for one in places if one is not communicator]
             before, self.membership = self.membership.present, membership
-            if communicator is not self.communicator:
-                self._past = self._past.plus(self.communicator.counters)
-            self.communicator, self.lost, self._joins = communicator, lost, False
+            if communicator is not self.inner:
+                self._past = self._past.plus(self.inner.counters)
+            self.inner, self.lost, self._joins = communicator, lost, False
             self._earlier.last_question = last_question
             losses, self._losses = self._losses, _Losses()
             change = Change(
@@ -547,7 +525,7 @@ class ElasticCommunicator(Communicator):
 
     def _places(self) -> list[tuple[Communicator, tuple[int, ...]]]:
         """Return where this rank hears of losses, and the ranks that are present there."""
-        return [(self.communicator, self.membership.present), *self._losses.coming]
+        return [(self.inner, self.membership.present), *self._losses.coming]
 
     @property
     def _why(self) -> ReductionError:
@@ -573,7 +551,7 @@ class ElasticCommunicator(Communicator):
         until = time.monotonic() + JOIN_S
         communicator.submit(question)
         while not question.ends_within(LOOK_S):
-            lost_too = {self.membership.present[rank] for rank in self.flat.session.lost_ranks}
+            lost_too = {self.membership.present[rank] for rank in self.inner.lost_ranks}
             missing = {membership.present[rank] for rank in question.missing}
             if time.monotonic() > until and missing.isdisjoint(self.membership.present):
                 with self._gate:
@@ -594,7 +572,7 @@ class ElasticCommunicator(Communicator):
             for entry in self._replay_log:
                 if entry.over:
                     continue
-                waited = entry.attempt is None and self.flat.session.calls.final is None
+                waited = entry.attempt is None and self.inner.final is None
                 if waited and not self._closing:
                     self._begin(entry)  # it has merely waited, and others count it as well
                 else:
@@ -604,7 +582,7 @@ class ElasticCommunicator(Communicator):
                 self._replay_log.close()
             # Who does not go on must not be waited for.
             left = [communicator for communicator, _ in losses.coming]
-            left += [] if self._failure is None else [self.communicator]
+            left += [] if self._failure is None else [self.inner]
             self._gate.notify_all()
         _report(losses.ends)
         for communicator in left:
@@ -624,7 +602,7 @@ class ElasticCommunicator(Communicator):
 
     def _connect(self, spec: JobSpec) -> Communicator:
         def left() -> None:
-            if communicator is self.communicator and self._failure is None:
+            if communicator is self.inner and self._failure is None:
                 self._closing = True  # if it has ended by itself
                 self._leave()
 

@@ -63,15 +63,11 @@ class Stay:
 
 
 class FallbackCommunicator(Communicator):
-    """A flat communicator, and a process group that stands in for its reducers.
+    """A flat communicator, and a process group of all ranks that stands in for its reducers.
 
-    Args:
-        spec: of the job.
-        enter: makes a communicator of a job, from its spec, its `left` and its `hand_over`.
-        group: of all ranks.
-        left: called once, after the farewell.
-        returns: whether the ranks go back to the reducers.
-        announced: whether another one says, at the same time, where all-reduces go.
+    `enter` makes a communicator of a job, from its spec, its `left` and its `hand_over`; `left` is
+    called once, after the farewell. `returns`: the ranks go back to the reducers. `announced`:
+    another one says, at the same time, where all-reduces go.
     """
 
     def __init__(
@@ -101,15 +97,11 @@ class FallbackCommunicator(Communicator):
         self._made: Unfinished | None = None  # the one that is being made
         self._thread: ServiceThread[list[tuple[Stay, Unfinished]]]
         self._thread = ServiceThread("fallback", self._run)
-        # Guards `_flat`, `_marker`, `_later`. This object's thread waits for nobody with it.
+        # Guards `inner`, `_marker`, `_later`. This object's thread waits for nobody with it.
         self._gate = threading.RLock()
-        self._flat = self._connect(spec)
+        self.inner = self._connect(spec)
 
     # -- the communicator -------------------------------------------------------------------------
-
-    @property
-    def flat(self) -> FlatCommunicator:
-        return self._flat
 
     @property
     def spec(self) -> JobSpec:
@@ -117,43 +109,40 @@ class FallbackCommunicator(Communicator):
 
     @property
     def counters(self) -> Counters:
-        return self._past.plus(self._flat.counters)
+        return self._past.plus(self.inner.counters)
 
     @property
     def closing(self) -> bool:
-        return self._stopped or self._flat.closing
+        return self._stopped or self.inner.closing
 
     @property
     def busy(self) -> bool:
         coming = self._coming is not None and self._coming.busy
-        return self._flat.busy or coming or bool(self._waiting) or bool(self._later)
+        return self.inner.busy or coming or bool(self._waiting) or bool(self._later)
 
     @property
     def in_callback(self) -> bool:
         coming = self._coming is not None and self._coming.in_callback
-        return self._flat.in_callback or coming or self._thread.is_current
-
-    def join(self, timeout_s: float) -> None:
-        self._flat.join(timeout_s)
+        return self.inner.in_callback or coming or self._thread.is_current
 
     def submit(self, operation: Operation) -> None:
         with self._gate:
             if self.closing:
                 raise LocalProtocolError("this client was shut down")
             if self._marker is None:
-                self._flat.submit(operation)
+                self.inner.submit(operation)
             else:
                 self._later.append(operation)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         if self._thread.is_current:
             raise LocalProtocolError("waiting in a callback of an all-reduce would last for ever")
-        self._flat.wait(done, until)
+        self.inner.wait(done, until)
 
     def stop(self) -> None:
         with self._gate:
             self._stopped = True
-            communicators = [one for one in (self._coming, self._flat) if one is not None]
+            communicators = [one for one in (self._coming, self.inner) if one is not None]
             leaving = self._leaving
         if self._thread.is_current:  # in a callback: nobody needs to wait for this thread
             self._group.stop()
@@ -171,7 +160,7 @@ class FallbackCommunicator(Communicator):
 
         def left() -> None:
             going_there = communicator is self._coming and self._marker is not None
-            if communicator is self._flat or going_there:
+            if communicator is self.inner or going_there:
                 with self._gate:
                     self._stopped = True  # if it has ended by itself
                 self._left()
@@ -331,12 +320,12 @@ class FallbackCommunicator(Communicator):
     def _offer(self) -> Offer:
         """Say where this rank could go on; it begins to join, if it does not yet."""
         if self._marker is None and not self._stopped:
-            if self._coming is not None and self._coming.session.failover.final:
+            if self._coming is not None and self._coming.usable is None:
                 self._try_another(self._attempt + 1)  # its reducers are gone again
             if self._coming is None:
                 self._join_again()
-            if self._coming is not None and self._coming.session.joined:
-                return Offer(self._attempt, self._coming.session.failover.usable_lanes())
+            if self._coming is not None:
+                return Offer(self._attempt, self._coming.usable or ())
         return Offer(self._attempt)
 
     def _settle(self, offers: Sequence[Offer]) -> bool:
@@ -359,7 +348,7 @@ class FallbackCommunicator(Communicator):
         with self._gate:
             self._marker = Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 1.0)
             with suppress(LocalProtocolError):  # the client ends
-                self._flat.submit(self._marker)
+                self.inner.submit(self._marker)
 
     def _forward(self, operation: Operation) -> None:
         """Submit to the reducers what comes out of the earlier communicator."""
@@ -390,7 +379,7 @@ class FallbackCommunicator(Communicator):
     def _change_over(self) -> threading.Thread | None:
         """Submit calls to the new communicator from now on; return what leaves the other."""
         assert self._coming is not None
-        earlier, self._flat = self._flat, self._coming
+        earlier, self.inner = self.inner, self._coming
         self._coming = self._marker = None
         self._attempt += 1
         self._past = self._past.plus(earlier.counters)

@@ -40,7 +40,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
-from worker_client.communicators.communicator import Communicator, Counters
+from worker_client.communicators.communicator import Communicator
 from worker_client.communicators.node_fold import finish, fold, folded_as
 from worker_client.communicators.node_sockets import hear, tell
 from worker_client.protocol.operation import Operation, reason, refused
@@ -51,11 +51,9 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from reducer.wire.messages import Straggler
-    from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.node_fold import Array
     from worker_client.communicators.node_sockets import NodeSockets
     from worker_client.communicators.placement import Place
-    from worker_client.protocol.spec import JobSpec
 
     Step: TypeAlias = Callable[[], None]
 
@@ -83,7 +81,7 @@ class HierarchicalCommunicator(Communicator):
 
     def __init__(self, between: Communicator, place: Place, node: NodeSockets) -> None:
         self.place = place
-        self._between = between
+        self.inner = between
         self._node = node
         # Each gets what it is to do: an all-reduce to fold, or a step; None has it look around.
         self._first = ServiceThread[Operation | None]("hierarchy", self._fold_all)
@@ -101,14 +99,6 @@ class HierarchicalCommunicator(Communicator):
     # -- the communicator -------------------------------------------------------------------------
 
     @property
-    def flat(self) -> FlatCommunicator:
-        return self._between.flat
-
-    @property
-    def spec(self) -> JobSpec:
-        return self._between.spec
-
-    @property
     def rank(self) -> int:
         return self.place.peers[self.place.local_rank]
 
@@ -117,17 +107,17 @@ class HierarchicalCommunicator(Communicator):
         return len(self.place.nodes) * len(self.place.peers)
 
     @property
+    def present(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+    @property
     def straggler(self) -> Straggler | None:
-        found = self._between.straggler  # a node, as the ranks of this local rank see it
+        found = self.inner.straggler  # a node, as the ranks of this local rank see it
         return None if found is None else replace(found, rank=self.place.across[found.rank])
 
     @property
-    def counters(self) -> Counters:
-        return self._between.counters
-
-    @property
     def closing(self) -> bool:
-        return self._broken is not None or self._between.closing
+        return self._broken is not None or self.inner.closing
 
     @property
     def busy(self) -> bool:
@@ -139,20 +129,17 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def in_callback(self) -> bool:
-        return self._is_this_thread or self._between.in_callback
+        return self._is_this_thread or self.inner.in_callback
 
     @property
     def _is_this_thread(self) -> bool:
         return self._first.is_current or self._second.is_current
 
-    def join(self, timeout_s: float) -> None:
-        self._between.join(timeout_s)
-
     def check(self) -> None:
         """See whether all-reduces may be submitted; if not, the error is what ended this one."""
         if self._broken is not None:
             raise copy.copy(self._broken)
-        self._between.check()
+        self.inner.check()
 
     def submit(self, operation: Operation) -> None:
         if self._broken is not None:
@@ -189,7 +176,7 @@ class HierarchicalCommunicator(Communicator):
         self._second.wait_for_end()
         self._node.close()
         time.sleep(max(0.0, self._leave_at - time.monotonic()))
-        self._between.stop()
+        self.inner.stop()
 
     # -- the first thread: within the node, and on to the reducers ------------------------------
 
@@ -239,7 +226,7 @@ class HierarchicalCommunicator(Communicator):
                 rounded=asked.rounded,
                 residual=None if asked.residual is None else asked.residual[places[here]],
             )
-            self._between.submit(between)
+            self.inner.submit(between)
             last = number == len(pieces)
             self._second.queue.put(partial(self._hand_out, asked, parts, folded, between, last))
 
@@ -258,7 +245,7 @@ class HierarchicalCommunicator(Communicator):
         """Let what the other nodes have of a call end as it does here."""
         nothing = memoryview(b"")
         with suppress(ReductionError):  # it was stopped: the others hear that
-            self._between.submit(
+            self.inner.submit(
                 Operation(
                     nothing,
                     DType.UINT8,
@@ -266,7 +253,7 @@ class HierarchicalCommunicator(Communicator):
                     None,
                     asked.timeout_s,
                     call=call,
-                    refusal=refused(self._between.rank, f"{type(why).__name__}: {why}"),
+                    refusal=refused(self.inner.rank, f"{type(why).__name__}: {why}"),
                 )
             )
 
@@ -369,7 +356,7 @@ class HierarchicalCommunicator(Communicator):
         if isinstance(error, RankLostError):
             self._leave_at = time.monotonic() + LINGER_S
         else:
-            self._between.stop()  # the other nodes shall not wait for this rank
+            self.inner.stop()  # the other nodes shall not wait for this rank
 
     def _end_all(self) -> None:
         while self._open:

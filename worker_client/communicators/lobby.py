@@ -138,7 +138,7 @@ class _Table:
     def check(self) -> None:
         """Raise a ReductionError if the other one has left, or this one is to leave."""
         self._check()
-        if self._communicator.session.lost_ranks:
+        if self._communicator.lost_ranks:
             raise LocalProtocolError("the other one has left")
 
     def close(self) -> None:
@@ -232,13 +232,9 @@ class Lobby:
 
 
 class Application:
-    """The side of a rank that joins.
+    """The side of a rank that joins, which knows of `spec` what its settings say.
 
-    Args:
-        enter: makes a communicator.
-        spec: of the job, as far as this rank knows it.
-        timeout_s: for the reducers to answer.
-        until: when to give up, in seconds of the monotonic clock.
+    The reducers have `timeout_s` to answer; it gives up at `until`, of the monotonic clock.
 
     Raises:
         ReductionError: nobody lets this rank in now.

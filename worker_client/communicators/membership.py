@@ -39,12 +39,9 @@ class Membership:
         return cls(spec, spec, tuple(range(spec.world_size)))
 
     def without(self, lost: Collection[int], links: Iterable[Link], more: int = 0) -> Membership:
-        """Return the membership of those that are left, and of `more` ranks that join.
+        """Return the membership without ranks of `all`, or that join, and with `more` that join.
 
-        Args:
-            lost: ranks of `all`, or that join.
-            links: of the current membership, which know where reducers' lanes are.
-            more: how many ranks join.
+        `links`, those of the current membership, know where reducers' lanes are.
 
         Raises:
             RankLostError: this rank itself is among the lost.

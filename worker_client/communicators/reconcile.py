@@ -21,12 +21,10 @@ class NewLossError(Exception):
 
 
 class Reconciliation:
-    """Brings calls to the same end at all ranks of a new membership.
+    """Brings calls to the same end at all ranks of a new membership, that of `spec`.
 
-    Args:
-        spec: of the new membership.
-        ask: makes an all-reduce in it and waits for its end.
-        cause: what calls end with that have failed at a rank for another reason.
+    `ask` makes an all-reduce in it and waits for its end. Calls that have failed at a rank for
+    another reason end with `cause`.
     """
 
     def __init__(

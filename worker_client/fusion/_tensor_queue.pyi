@@ -1,26 +1,38 @@
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from reducer.errors import ReductionError
 from reducer.wire.constants import ReduceOp
+from worker_client.fusion.negotiation import Tensor
 from worker_client.fusion.tensor_queue import Request
 from worker_client.work import Lead
 
-class RequestState: ...
-class CompiledRequest(RequestState, Request): ...
+class RequestState:
+    tensor: Tensor
+    call: int
+    begun: float
+    deadline: float
+    warnings: int
+    missing: tuple[int, ...]
+    residual: memoryview | None
+    @property
+    def view(self) -> memoryview: ...
 
-class CompiledSubmissions:
-    requests: dict[str, Any]
+class QueueState:
+    requests: dict[str, Request]
     calls: dict[str, int]
     refusal: ReductionError | None
+    threshold: int
     news_bytes: int
     news_since: float | None
     news_until: float
+    changed: threading.Condition
 
     def __init__(
-        self, changed: threading.Condition, lock: Any, lead: Lead, timeout_s: float, threshold: int
+        self, make: Callable[[], Request], lead: Lead, timeout_s: float, threshold: int
     ) -> None: ...
+    def refused(self, name: str) -> ReductionError: ...
     def submit(
         self,
         data: Any,
@@ -29,8 +41,8 @@ class CompiledSubmissions:
         timeout: float | str | None,
         exact: bool,
         shape: str = "",
+        residual: memoryview | None = None,
     ) -> Request: ...
-    @staticmethod
-    def pack(requests: Sequence[Any], into: memoryview) -> None: ...
-    @staticmethod
-    def unpack(requests: Sequence[Any], packed: memoryview) -> None: ...
+
+def pack(requests: Sequence[Request], into: memoryview) -> None: ...
+def unpack(requests: Sequence[Request], packed: memoryview) -> None: ...

@@ -1,6 +1,8 @@
-"""The compiled twin of what is done with every named tensor; see `fusion.tensor_queue`."""
+"""What is done with every named tensor, thousands of times in a step: it is accepted and packed.
 
-import copy
+The rest is in `fusion.tensor_queue`, whose classes are made of these.
+"""
+
 import threading
 import time
 
@@ -21,8 +23,6 @@ from reducer.wire.constants import DType
 from worker_client.staging.arguments import parse
 from worker_client.staging.host_buffer import host_buffer
 from worker_client.fusion.negotiation import MOST_KNOWN, Tensor
-from worker_client.fusion.tensor_queue import Request
-from worker_client.fusion.tensor_queue import in_progress
 
 cdef type _ARRAY = np.ndarray
 cdef object _new_lock = threading.Lock
@@ -68,12 +68,6 @@ cdef class RequestState:
         return memoryview(self)
 
 
-class CompiledRequest(RequestState, Request):
-    """See `worker_client.fusion.tensor_queue.Request`."""
-
-    __slots__ = ()
-
-
 cdef class Known:
     """What a name stood for when it was last used: mostly it is the same again."""
 
@@ -85,26 +79,29 @@ cdef class Known:
     cdef object shape
 
 
-cdef class CompiledSubmissions:
-    """See `tensor_queue.Submissions`; arguments are those of `PlainSubmissions`."""
+cdef class QueueState:
+    """The attributes of a queue; see `worker_client.fusion.tensor_queue.TensorQueue`."""
 
     cdef public dict requests, calls
     cdef public object refusal
     cdef public Py_ssize_t news_bytes
     cdef public object news_since
     cdef public double news_until
+    cdef public object changed
     cdef dict _known
-    cdef object _lock, _notify, _lead
+    cdef object _make, _lock, _lead
     cdef double _timeout_s
-    cdef Py_ssize_t _threshold
+    cdef readonly Py_ssize_t threshold
 
-    def __cinit__(self, changed, lock, lead, double timeout_s, Py_ssize_t threshold):
+    def __init__(self, make, lead, double timeout_s, Py_ssize_t threshold):
         self.requests, self.calls, self._known = {}, {}, {}
-        self._notify, self._lock, self._lead = changed.notify_all, lock, lead
-        self._timeout_s, self._threshold = timeout_s, threshold
+        self._lock = threading.RLock()
+        self.changed = threading.Condition(self._lock)
+        self._make, self._lead = make, lead
+        self._timeout_s, self.threshold = timeout_s, threshold
 
-    def submit(self, data, op, name, timeout, bint exact, shape=""):
-        cdef object made = CompiledRequest()  # a variable of C's type could not hold the class
+    def submit(self, data, op, name, timeout, bint exact, shape="", residual=None):
+        cdef object made = self._make()  # a variable of C's type could not hold the class
         cdef RequestState request = <RequestState>made
         cdef object dtype = borrow(request, data)
         cdef double timeout_s = self._timeout_s, now
@@ -123,16 +120,15 @@ cdef class CompiledSubmissions:
             known = self.learn(tensor, op)
         now = _now()
         request.tensor, request.data, request.missing = known.tensor, data, ()
+        request.residual = residual
         request.begun, request.deadline = now, now + timeout_s
         request._lead, request._lock = self._lead, _new_lock()
         with self._lock:
-            if self.refusal is not None:
-                raise copy.copy(self.refusal)
-            if name in self.requests:
-                raise in_progress(name)
+            if self.refusal is not None or name in self.requests:
+                raise self.refused(name)
             self.news_bytes += known.nbytes
-            if self.news_since is None or self.news_bytes >= self._threshold:
-                self._notify()
+            if self.news_since is None or self.news_bytes >= self.threshold:
+                self.changed.notify_all()
             if self.news_since is None:
                 self.news_since = now
             self.news_until = now
@@ -150,25 +146,24 @@ cdef class CompiledSubmissions:
         self._known[tensor.name] = known
         return known
 
-    @staticmethod
-    def pack(list requests, unsigned char[::1] into):
-        move(requests, into, packing=True)
 
-    @staticmethod
-    def unpack(list requests, unsigned char[::1] packed):
-        cdef RequestState request
-        move(requests, packed, packing=False)
-        for made in requests:
-            request = <RequestState>made
-            if (
-                request._future is None and request._waiters is None
-                and request.write_back is None
-            ):
-                # As `Work.finish`: the GIL stands for its lock, as nothing here gives it away. One
-                # that has failed before keeps its error.
-                request._ended = True
-            else:
-                made.end(None)
+def pack(list requests, unsigned char[::1] into):
+    """Copy the memory of requests, one after the other, into `into`, which has room for it."""
+    move(requests, into, packing=True)
+
+
+def unpack(list requests, unsigned char[::1] packed):
+    """Copy results from `packed` to the requests, and end them well."""
+    cdef RequestState request
+    move(requests, packed, packing=False)
+    for made in requests:
+        request = <RequestState>made
+        if request._future is None and request._waiters is None and request.write_back is None:
+            # As `Work.finish`: the GIL stands for its lock, as nothing here gives it away. One
+            # that has failed before keeps its error.
+            request._ended = True
+        else:
+            made.end(None)
 
 
 cdef borrow(RequestState request, data):

@@ -142,9 +142,6 @@ class Decision(NamedTuple):
 class Negotiation:
     """One rank's part in the rounds.
 
-    Args:
-        rank, world_size: who we are.
-
     A round is `ask`, a sum over all ranks of what it returns, `hear`, for announcements another
     sum, and `decide`. If any of this fails, `reset`: other ranks may have heard more or less.
     """
@@ -392,17 +389,11 @@ def group(
     *,
     apart: bool = False,
 ) -> list[list[Tensor]]:
-    """Say which tensors travel together; alike wherever order and threshold are.
+    """Say which tensors, in this order, travel together; alike wherever order and threshold are.
 
-    Args:
-        tensors: what is to be reduced, in order.
-        threshold: most bytes of a fusion buffer; what is larger travels alone.
-        rounded: whether a tensor is rounded to travel, which does not depend on its neighbours.
-        apart: whether one that is travels alone.
-
-    Returns:
-        Groups of one dtype and reduction each, rounded or not, in the order in which they are
-        complete.
+    A fusion buffer has at most `threshold` bytes; what is larger travels alone, and so do, if
+    `apart`, those that are `rounded`, which does not depend on their neighbours. Groups are of one
+    dtype and reduction each, rounded or not, in the order in which they are complete.
     """
     done: list[list[Tensor]] = []
     filling: dict[tuple[int, int, bool], tuple[list[Tensor], int]] = {}

@@ -1,28 +1,34 @@
-"""Named tensors that wait for other ranks, and the plain twin of what accepts them."""
+"""Named tensors from their submission to their end; what is done with each of them is compiled."""
 
 from __future__ import annotations
 
 import copy
 import logging
-import threading
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError, ReductionError, ReductionTimeout
-from worker_client.fusion.negotiation import Key, Tensor
+from worker_client.fusion import _tensor_queue
+from worker_client.fusion.negotiation import MOST_KNOWN, GivenUp, Key
 from worker_client.protocol.operation import STRAGGLER_S
-from worker_client.staging.arguments import parse
-from worker_client.staging.host_buffer import HostBuffer, host_buffer
-from worker_client.work import STATELESS, Work
+from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from typing import Any
 
-    from reducer.wire.constants import ReduceOp
+    from worker_client.fusion.negotiation import Decision, Tensor
     from worker_client.work import Lead
 
+BURST = 20  # cycles that a tensor waits at most while others keep coming
+LOOK_S = 0.2  # how often to look at deadlines while a round waits for other ranks
+NAMED_S = 1.0  # how much later to warn, if it is not known yet which rank is late
+WHY_MOST = 500  # characters of a reason that other ranks are told
 
-class Request(Work):
+log = logging.getLogger(__name__)
+
+
+class Request(_tensor_queue.RequestState, Work):
     """A tensor that is to be reduced, and the handle that its caller waits with.
 
     Attributes:
@@ -32,22 +38,10 @@ class Request(Work):
         begun, deadline: in seconds of the monotonic clock.
         warnings: how often it was said that it waits.
         missing: ranks that it waits for, as far as is known.
-        residual: as of `Operation`; set by whoever submits it.
+        residual: as of `Operation`.
     """
 
-    __slots__ = STATELESS
-
-    tensor: Tensor
-    call: int
-    begun: float
-    deadline: float
-    warnings: int
-    missing: tuple[int, ...]
-    residual: memoryview | None
-
-    @property
-    def view(self) -> memoryview:
-        raise NotImplementedError
+    __slots__ = ()
 
     def lacked_by(self, ranks: tuple[int, ...]) -> None:
         """Take note that ranks take no part in a round: what they lacked before, they still do."""
@@ -73,145 +67,257 @@ class Request(Work):
         return f"all-reduce {tensor.name!r} ({tensor.nbytes} bytes of {tensor.dtype.name})"
 
 
-class MakeSubmissions(Protocol):
-    """The constructor of the two twins."""
+class TensorQueue(_tensor_queue.QueueState):
+    """The calls with names of one rank; threads may share it.
 
-    def __call__(
-        self, changed: threading.Condition, lock: Any, lead: Lead, timeout_s: float, threshold: int
-    ) -> Submissions:
-        """Make one.
+    `submit` accepts a tensor; its arguments are those of `Client.all_reduce`. It raises a
+    ConfigError if one of them is not supported, or another call of this name waits, and `refusal`.
 
-        Args:
-            changed: notified when there is something to do.
-            lock: that of `changed`, which guards all attributes.
-            lead: as of `Work`.
-            timeout_s: of requests whose caller names none.
-            threshold: so many bytes of news are something to do.
-        """
-
-
-class Submissions(Protocol):
-    """Requests by name, and what is done thousands of times in each step; threads may share it.
+    Args:
+        lead: as of `Work`.
+        timeout_s: of requests whose caller names none.
+        threshold: so many bytes of news are worth a round.
+        cycle_s: how long a tensor waits for the next one, seconds.
 
     Attributes:
-        requests: those that wait for other ranks.
+        requests: those that wait for other ranks, by name.
         calls: of each name so far, beyond the base that all ranks have; it may be below that.
         refusal: why nothing is accepted any more, if so.
         news_bytes: of what has come since the latest round began.
         news_since: when the oldest of that came, in seconds of the monotonic clock, ...
         news_until: ... and when the latest.
+        changed: guards all of this; notified when there is something to do.
+        waited_s: seconds from the latest submission until nothing was in progress, so far.
     """
 
-    requests: dict[str, Any]  # of one class, a subclass of `Request`
-    calls: dict[str, int]
-    refusal: ReductionError | None
-    news_bytes: int
-    news_since: float | None
-    news_until: float
+    def __init__(self, lead: Lead, timeout_s: float, threshold: int, cycle_s: float) -> None:
+        super().__init__(Request, lead, timeout_s, threshold)
+        self.waited_s = 0.0
+        self._waited_from = 0.0  # the submission from which it was counted last
+        self._cycle_s = cycle_s
+        self._urgent = False  # somebody waits for a call
+        self._taken: set[Request] = set()  # by a round that all ranks were in, and not ended
+        # Calls that this rank does not make: that the others have not heard of, and that they heard
+        # of in the latest round, which may have failed at some of them.
+        self._untold: list[GivenUp] = []
+        self._told: list[GivenUp] = []
+        # Calls that another rank does not make, by name and number, which this one may still make.
+        self._refused: dict[tuple[str, int], ReductionError] = {}
 
-    def submit(  # noqa: PLR0917 (by position, as there may be thousands in each step)
-        self,
-        data: Any,
-        op: str | ReduceOp,
-        name: str,
-        timeout: float | str | None,
-        exact: bool,
-        shape: str = "",
-    ) -> Request:
-        """Accept a tensor; the arguments are those of `Client.all_reduce`.
+    # -- any thread ---------------------------------------------------------------------------
 
-        Raises:
-            ConfigError: one of them is not supported, or another one of this name waits.
-            ReductionError: as of `refusal`.
+    @property
+    def busy(self) -> bool:
+        """Whether a call is in progress."""
+        with self.changed:
+            return bool(self.requests) or bool(self._taken)
+
+    def accepted(self, name: object, data: Any) -> bool:
+        """Whether a call of this name waits that was made with this very array or tensor."""
+        request = self.requests.get(name) if isinstance(name, str) else None
+        return request is not None and request.data is data
+
+    def refused(self, name: str) -> ReductionError:
+        """Return why a call of this name is not accepted now."""
+        return in_progress(name) if self.refusal is None else copy.copy(self.refusal)
+
+    def decline(self, name: str, why: BaseException) -> None:
+        """Use up the number of a call of this name that this rank does not make."""
+        with self.changed:
+            call = self.calls.get(name, 0)
+            self.calls[name] = call + 1
+            self._untold.append(GivenUp(name, call, f"{type(why).__name__}: {why}"[:WHY_MOST]))
+            self.changed.notify_all()
+
+    def hurry(self) -> None:
+        """Have a round begin at once, as somebody waits for a call."""
+        with self.changed:
+            self._urgent = bool(self.requests)
+            self.changed.notify_all()
+
+    def close(self, why: ReductionError) -> None:
+        """Accept nothing any more."""
+        with self.changed:
+            self.refusal = why
+            self.changed.notify_all()
+
+    # -- between rounds -----------------------------------------------------------------------
+
+    def await_round(self, now: float, again_at: float) -> bool:
+        """Wait until a round may be due, for `LOOK_S` at most where a deadline could pass.
+
+        Without news none is due before `again_at`. Return whether one is due `now`.
         """
-
-    @staticmethod
-    def pack(requests: Sequence[Any], into: memoryview) -> None:
-        """Copy the memory of requests, one after the other, into `into`, which has room for it."""
-
-    @staticmethod
-    def unpack(requests: Sequence[Any], packed: memoryview) -> None:
-        """Copy results from `packed` to the requests, and end them well."""
-
-
-NAMED_S = 1.0  # how much later to warn, if it is not known yet which rank is late
-
-log = logging.getLogger(__name__)
-
-
-class Waiting:
-    """The requests that wait for other ranks, by name; threads may share it.
-
-    Args:
-        make: makes what accepts requests.
-        lead, timeout_s, threshold: as of `Submissions`.
-
-    Attributes:
-        submissions: accepts requests.
-        lock: guards what is not constant.
-        changed: notified when there is something to do, with that lock.
-    """
-
-    def __init__(self, make: MakeSubmissions, lead: Lead, timeout_s: float, threshold: int) -> None:
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
-        self.submissions = make(self.changed, self.lock, lead, timeout_s, threshold)
-        self._requests = self.submissions.requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def rebase(self, bases: Mapping[str, int]) -> None:
-        """Subtract bases from the counts of names, and drop counts that become 0."""
         with self.changed:
-            counts = self.submissions.calls
-            left = {name: counts.get(name, 0) - bases.get(name, 0) for name in {**counts, **bases}}
-            self.submissions.calls = {name: count for name, count in left.items() if count}
-            for name, request in self._requests.items():
-                request.call -= bases.get(name, 0)
+            self._fail_refused()
+            if not self.requests:  # what has failed before any round is no news
+                self.news_bytes, self.news_since = 0, None
+            due = self._due(again_at)
+            if due > now and self.refusal is None:
+                idle = not (self.requests or self._untold)
+                wait_s = min(due, self.next_deadline()) - now
+                self.changed.wait(None if idle else min(wait_s, LOOK_S))
+            return due <= now
 
-    def all(self) -> list[Request]:
-        """Return all of them."""
-        with self.changed:
-            return list(self._requests.values())
-
-    def withdraw(self, names: Iterable[str] | None = None) -> list[Request]:
-        """Take out those of some names, or all, and return them."""
-        with self.changed:
-            names = list(self._requests) if names is None else names
-            return [self._requests.pop(name) for name in names]
+    def _due(self, again_at: float) -> float:
+        """Return when the next round is to begin, in seconds of the monotonic clock."""
+        if self._untold:
+            return again_at
+        if not self.requests:
+            return float("inf")
+        if self.news_since is None:
+            return again_at  # others may have what is here
+        if self._urgent or self.news_bytes >= self.threshold:
+            return 0.0
+        return min(self.news_until, self.news_since + BURST * self._cycle_s) + self._cycle_s
 
     def next_deadline(self) -> float:
         """Return when the first has no time left, in seconds of the monotonic clock."""
-        return min((request.deadline for request in self._requests.values()), default=float("inf"))
+        return min((request.deadline for request in self.all()), default=float("inf"))
 
-    def look(
-        self, now: float, besides: Collection[Request] = ()
-    ) -> list[tuple[Request, ReductionTimeout]]:
-        """Take out those that have no time left, and warn of those that have waited for long.
+    def all(self) -> list[Request]:
+        """Return all that wait for other ranks."""
+        with self.changed:
+            return list(self.requests.values())
 
-        Args:
-            now: in seconds of the monotonic clock.
-            besides: those that may not be taken out now, as other ranks were told that they are
-                here.
+    def expire(self, now: float, besides: Collection[Request] = ()) -> None:
+        """Fail those that have no time left, and warn of those that have waited for long.
 
-        Returns:
-            Those that are to fail, and how.
+        Those `besides` may not fail now, as other ranks were told that they are here.
         """
         mine = self.all()
         overdue = [one for one in mine if one.deadline <= now and one not in besides]
-        failed = []
-        for request in self.withdraw(one.tensor.name for one in overdue):
-            waited_s = now - request.begun
-            why = f"{request}: not submitted by {_ranks(request.missing)} within {waited_s:.3g} s"
-            failed.append((request, ReductionTimeout(why, missing=request.missing)))
+        for request in self._withdraw(one.tensor.name for one in overdue):
+            why = f"not submitted by {_ranks(request.missing)} within {now - request.begun:.3g} s"
+            error = ReductionTimeout(f"{request}: {why}", missing=request.missing)
+            given_up = GivenUp(
+                request.tensor.name, request.call, f"{error}"[:WHY_MOST], error.missing
+            )
+            with self.changed:
+                self._untold.append(given_up)  # the others hear that this rank gives it up
+            request.end(error)
         old = [one for one in mine if one.begun <= now - STRAGGLER_S and one.deadline > now]
         late = [one for one in old if _warn_at(one) <= now]
         for missing in dict.fromkeys(one.missing for one in late):
             _warn([one for one in late if one.missing == missing], now)
         for request in late:
             request.warnings += 1
-        return failed
+
+    # -- rounds -------------------------------------------------------------------------------
+
+    def begin_round(self) -> tuple[list[Request], list[GivenUp]]:
+        """Return what this rank has for a round, and the calls that it does not make."""
+        with self.changed:
+            self.news_bytes, self.news_since, self._urgent = 0, None, False
+            return list(self.requests.values()), list(self._untold)
+
+    def learn(self, given_up: list[GivenUp], decision: Decision) -> None:
+        """Fail what the ranks do not make, or cannot; `given_up` is what this one has said."""
+        with self.changed:
+            del self._untold[: len(given_up)]
+            self._told = given_up
+            for (name, call), error in decision.given_up.items():
+                waiting = self.requests.get(name)
+                if call >= self.calls.get(name, 0) or (
+                    waiting is not None and waiting.call == call
+                ):
+                    self._refused[name, call] = error
+            while len(self._refused) > MOST_KNOWN:
+                del self._refused[next(iter(self._refused))]
+            self._fail_refused()
+        for key, mismatch in decision.mismatched.items():
+            waiting = self.requests.get(key.tensor.name)
+            if waiting is not None and waiting.key == key:
+                self.fail([key.tensor.name], mismatch)
+
+    def _fail_refused(self) -> None:
+        """Fail the calls that another rank does not make."""
+        if not self._refused:
+            return
+        for request in self.all():
+            if error := self._refused.pop((request.tensor.name, request.call), None):
+                self.fail([request.tensor.name], error)
+
+    def round_failed(self) -> None:
+        """Let this rank say everything again: others may have heard more of a round, or less."""
+        with self.changed:
+            self._untold[:0], self._told = self._told, []
+
+    def forget_untold(self) -> None:
+        """Say no more which calls this rank does not make: the others' have failed as well."""
+        with self.changed:
+            self._untold = []
+
+    def stand_in(self, tensor: Tensor, call: int) -> bool:
+        """Whether this rank, which has joined, is to make a call of others; it is the next then."""
+        name = tensor.name
+        with self.changed:
+            if (
+                name in self.requests
+                or call < self.calls.get(name, 0)
+                or (name, call) in self._refused
+            ):
+                return False  # it fails by itself
+            self.calls[name] = call
+            return True
+
+    def rebase(self, bases: Mapping[str, int]) -> None:
+        """Subtract bases from the counts of names, and drop counts that become 0."""
+        if not bases:
+            return
+        with self.changed:
+            counts = {name: self.calls.get(name, 0) for name in {**self.calls, **bases}}
+            left = {name: count - bases.get(name, 0) for name, count in counts.items()}
+            self.calls = {name: count for name, count in left.items() if count}
+            for name, request in self.requests.items():
+                request.call -= bases.get(name, 0)
+            self._untold, self._told = (
+                [one._replace(call=one.call - bases.get(one.name, 0)) for one in given_up]
+                for given_up in (self._untold, self._told)
+            )
+            self._refused = {
+                (name, call - bases.get(name, 0)): error
+                for (name, call), error in self._refused.items()
+            }
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def take(self, names: Iterable[str]) -> list[Request]:
+        """Take out calls of these names, which all ranks have; `end` ends them."""
+        requests = self._withdraw(names)
+        self._taken.update(requests)
+        return requests
+
+    def end(
+        self,
+        requests: Sequence[Request],
+        error: Exception | None,
+        packed: memoryview | None = None,
+    ) -> None:
+        """End calls that were taken out, whose results are in `packed` if they were packed."""
+        if packed is not None and error is None:
+            _tensor_queue.unpack(requests, packed)
+        else:
+            for request in requests:
+                request.end(error)
+        self._taken.difference_update(requests)  # last: what an interrupt leaves, `end_all` ends
+        if self.news_until != self._waited_from and not (self._taken or self.requests):
+            self._waited_from = self.news_until
+            self.waited_s += time.monotonic() - self.news_until
+
+    def fail(self, names: Iterable[str], error: ReductionError) -> None:
+        """Fail calls of these names that wait for other ranks."""
+        self.end(self._withdraw(names), error)
+
+    def end_all(self, why: ReductionError) -> None:
+        """Accept nothing any more, and fail all that is here."""
+        with self.changed:
+            self.refusal = why
+        self.end([*self._withdraw(list(self.requests)), *self._taken], why)
+
+    def _withdraw(self, names: Iterable[str]) -> list[Request]:
+        with self.changed:
+            return [self.requests.pop(name) for name in names]
 
 
 def _warn_at(request: Request) -> float:
@@ -231,142 +337,6 @@ def _warn(late: Sequence[Request], now: float) -> None:
 
 def _ranks(missing: tuple[int, ...]) -> str:
     return f"rank {', '.join(map(str, missing))}" if missing else "some rank"
-
-
-def twin(implementation: str) -> MakeSubmissions:
-    """Return the twin that goes with an implementation, ``compiled`` or ``plain``.
-
-    Where the compiled one alone was not built, the plain one serves, which is slower.
-    """
-    if implementation == "plain":
-        return PlainSubmissions
-    try:
-        from worker_client.fusion import _tensor_queue  # noqa: PLC0415 (may not be there)
-    except ImportError as error:
-        log.info("named tensors are accepted by the plain twin, which is slower: %s", error)
-        return PlainSubmissions
-    return _tensor_queue.CompiledSubmissions
-
-
-class PlainRequest(Request):
-    """See `Request`."""
-
-    __slots__ = (
-        "_ended",
-        "_future",
-        "_lead",
-        "_lock",
-        "_view",
-        "_waiters",
-        "begun",
-        "call",
-        "data",
-        "deadline",
-        "error",
-        "missing",
-        "residual",
-        "tensor",
-        "warnings",
-        "write_back",
-    )
-
-    def __init__(  # noqa: PLR0917 (by position, as there may be thousands in each step)
-        self,
-        tensor: Tensor,
-        call: int,
-        buffer: HostBuffer,
-        data: Any,
-        lead: Lead,
-        now: float,
-        timeout_s: float,
-    ) -> None:
-        self.tensor = tensor
-        self.call = call
-        self.data = data
-        self._view = buffer.view
-        self.write_back = buffer.write_back
-        self.begun = now
-        self.deadline = now + timeout_s
-        self.warnings = 0
-        self.missing = ()
-        self.residual = None
-        self._lead = lead
-        self._ended = False
-        self.error = None
-        self._future = None
-        self._waiters = None
-        self._lock = threading.Lock()
-
-    @property
-    def view(self) -> memoryview:
-        return self._view
-
-
-class PlainSubmissions:
-    """See `Submissions` and `MakeSubmissions`."""
-
-    def __init__(
-        self, changed: threading.Condition, lock: Any, lead: Lead, timeout_s: float, threshold: int
-    ) -> None:
-        self.requests: dict[str, PlainRequest] = {}
-        self.calls: dict[str, int] = {}
-        self.refusal: ReductionError | None = None
-        self.news_bytes = 0
-        self.news_since: float | None = None
-        self.news_until = 0.0
-        self._changed = changed
-        self._lock = lock
-        self._lead = lead
-        self._timeout_s = timeout_s
-        self._threshold = threshold
-
-    def submit(  # noqa: PLR0917 (by position, as there may be thousands in each step)
-        self,
-        data: Any,
-        op: str | ReduceOp,
-        name: str,
-        timeout: float | str | None,
-        exact: bool,
-        shape: str = "",
-    ) -> Request:
-        buffer = host_buffer(data)
-        reduction, timeout_s = parse(buffer.dtype, op, name, timeout, self._timeout_s)
-        tensor = Tensor(name, buffer.dtype, reduction, buffer.view.nbytes, exact, shape)
-        now = time.monotonic()
-        with self._lock:
-            if self.refusal is not None:
-                raise copy.copy(self.refusal)
-            if name in self.requests:
-                raise in_progress(name)
-            call = self.calls.get(name, 0)
-            request = PlainRequest(tensor, call, buffer, data, self._lead, now, timeout_s)
-            self.news_bytes += tensor.nbytes
-            if self.news_since is None or self.news_bytes >= self._threshold:
-                self._changed.notify_all()
-            if self.news_since is None:
-                self.news_since = now
-            self.news_until = now
-            # Last, and as one: an exception out of a signal handler finds it accepted, or not.
-            self.requests[name], self.calls[name] = request, call + 1
-        return request
-
-    @staticmethod
-    def pack(requests: Sequence[Request], into: memoryview) -> None:
-        begin = 0
-        for request in requests:
-            end = begin + request.tensor.nbytes
-            into[begin:end] = request.view
-            begin = end
-
-    @staticmethod
-    def unpack(requests: Sequence[Request], packed: memoryview) -> None:
-        begin = 0
-        for request in requests:
-            end = begin + request.tensor.nbytes
-            request.view[:] = packed[begin:end]
-            begin = end
-        for request in requests:
-            request.end(None)
 
 
 def in_progress(name: str) -> ConfigError:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.spec import JobSpec
 
     Ended = Callable[[Exception | None], object]
+    Show = Callable[[Timeline, float, dict[str, str]], None]
 
 ALL_REDUCES = "all-reduces"
 TENSORS = "tensors with names"
@@ -47,11 +48,7 @@ class Trace:
         self._changing = threading.RLock()  # a signal handler may stop it
 
     def start(self, path: Path, spec: JobSpec) -> None:
-        """Write what happens from now on to a file, in place of an earlier one.
-
-        Args:
-            path: of the file, which is replaced.
-            spec: who this is.
+        """Write what happens from now on, at the rank of `spec`, to a file, which is replaced.
 
         Raises:
             ConfigError: it cannot be written.
@@ -78,71 +75,64 @@ class Trace:
             self._opened.close()
 
     def follow(self, operation: Operation, spec: JobSpec) -> None:
-        """Show an all-reduce that is submitted now, once it ends.
+        """Show an all-reduce that is submitted now, once it ends; its `ended` is set already.
 
-        Args:
-            operation: what is asked for; its `ended` is set already.
-            spec: of the membership that it is submitted to, which may have other numbers for ranks.
+        `spec` is of the membership that it is submitted to, which may number ranks otherwise.
         """
         submitted_s = time.monotonic()
-        told = operation.ended
 
-        def ended(error: Exception | None) -> None:
-            timeline = self.timeline
-            if timeline is not None and not operation.over:
-                now = time.monotonic()
-                number = operation.sequence
-                args = {
-                    "bytes": operation.view.nbytes,
-                    "dtype": operation.dtype.name.lower(),
-                    "op": operation.op.name.lower(),
-                    "job": spec.job,
-                    "generation": spec.generation,
-                    "rank": spec.rank,
-                    "sequence": number,
-                    **_failure(error),
-                }
-                name = operation.name or f"all-reduce {number // PLACES}"
-                parts = _parts(operation, submitted_s, now)
-                timeline.slice(ALL_REDUCES, name, (submitted_s, now), args, parts)
-            if told is not None:
-                told(error)
+        def show(timeline: Timeline, now: float, failure: dict[str, str]) -> None:
+            if operation.over:
+                return
+            number = operation.sequence
+            args = {
+                "bytes": operation.view.nbytes,
+                "dtype": operation.dtype.name.lower(),
+                "op": operation.op.name.lower(),
+                "job": spec.job,
+                "generation": spec.generation,
+                "rank": spec.rank,
+                "sequence": number,
+                **failure,
+            }
+            name = operation.name or f"all-reduce {number // PLACES}"
+            parts = _parts(operation, submitted_s, now)
+            timeline.slice(ALL_REDUCES, name, (submitted_s, now), args, parts)
 
-        operation.ended = ended
+        operation.ended = self.observed(operation.ended, show)
 
     def fused(self, names: Sequence[str], asked_s: float, ended: Ended) -> Ended:
         """Show tensors that are reduced together from now on, once they are.
 
-        Args:
-            names: of the tensors.
-            asked_s: when the first of them was asked for, seconds of the monotonic clock.
-            ended: called with their error or None.
-
-        Returns:
-            What is to be called in its place.
+        The first of them was asked for at `asked_s`, in seconds of the monotonic clock. Return what
+        is to be called in place of `ended`.
         """
         begun_s = time.monotonic()
+
+        def show(timeline: Timeline, now: float, failure: dict[str, str]) -> None:
+            title = names[0] if len(names) == 1 else f"{len(names)} tensors"
+            parts = (("negotiated", asked_s, begun_s), ("reduced", begun_s, now))
+            args = {"tensors": list(names), **failure}
+            timeline.slice(TENSORS, title, (asked_s, now), args, parts)
+
+        return self.observed(ended, show)
+
+    def observed(self, ended: Ended | None, show: Show) -> Ended:
+        """Return what is to be called in place of `ended`: it shows the end first, at its time."""
 
         def traced(error: Exception | None) -> None:
             timeline = self.timeline
             if timeline is not None:
-                now = time.monotonic()
-                title = names[0] if len(names) == 1 else f"{len(names)} tensors"
-                parts = (("negotiated", asked_s, begun_s), ("reduced", begun_s, now))
-                args = {"tensors": list(names), **_failure(error)}
-                timeline.slice(TENSORS, title, (asked_s, now), args, parts)
-            ended(error)
+                failure = {} if error is None else {"error": f"{type(error).__name__}: {error}"}
+                show(timeline, time.monotonic(), failure)
+            if ended is not None:
+                ended(error)
 
         return traced
 
 
 class Copies:
-    """When what happened to a tensor on a device, for the timeline.
-
-    Args:
-        trace: where it is shown in the end.
-        nbytes: of the tensor.
-    """
+    """When what happened to a tensor of so many bytes on a device, for the timeline."""
 
     def __init__(self, trace: Trace, nbytes: int) -> None:
         self._trace = trace
@@ -171,23 +161,18 @@ class Copies:
     def finished(self, ended: Ended | None) -> Ended:
         """Return what is to be called at the end of all, which shows it."""
 
-        def traced(error: Exception | None) -> None:
-            timeline = self._trace.timeline
-            if timeline is not None:
-                now = time.monotonic()
-                copied_s = min(self._copied_s, now)
-                reduced_s = min(max(self._reduced_s, copied_s), now)
-                parts = (
-                    ("copied from the device", self._asked_s, copied_s),
-                    ("reduced", copied_s, reduced_s),
-                    ("copied to the device", reduced_s, now),
-                )
-                args = {"bytes": self._nbytes, **_failure(error)}
-                timeline.slice(DEVICE, "all-reduce", (self._asked_s, now), args, parts)
-            if ended is not None:
-                ended(error)
+        def show(timeline: Timeline, now: float, failure: dict[str, str]) -> None:
+            copied_s = min(self._copied_s, now)
+            reduced_s = min(max(self._reduced_s, copied_s), now)
+            parts = (
+                ("copied from the device", self._asked_s, copied_s),
+                ("reduced", copied_s, reduced_s),
+                ("copied to the device", reduced_s, now),
+            )
+            args = {"bytes": self._nbytes, **failure}
+            timeline.slice(DEVICE, "all-reduce", (self._asked_s, now), args, parts)
 
-        return traced
+        return self._trace.observed(ended, show)
 
 
 def _parts(operation: Operation, submitted_s: float, now: float) -> list[Part]:
@@ -198,7 +183,3 @@ def _parts(operation: Operation, submitted_s: float, now: float) -> list[Part]:
         moments.append(min(max(moment, moments[-1]), now))
     names = _PARTS[len(moments) - 1]
     return list(zip(names, moments, (*moments[1:], now), strict=True))
-
-
-def _failure(error: Exception | None) -> dict[str, str]:
-    return {} if error is None else {"error": f"{type(error).__name__}: {error}"}
