@@ -8,20 +8,12 @@ def communicator(client):
     return client._ordered
 
 
-def core(client):
-    """Return what moves the all-reduces of a client on now."""
+def flat(client):
+    """What moves the all-reduces of a client on now, and what decides for it."""
     found = communicator(client)
     while not isinstance(found, FlatCommunicator):
         found = found.inner
-    return found.core
-
-
-def session(client):
-    """Return what decides for a client now."""
-    found = communicator(client)
-    while not isinstance(found, FlatCommunicator):
-        found = found.inner
-    return found.session
+    return found
 
 
 def blocks(client):

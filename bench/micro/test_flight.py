@@ -76,7 +76,7 @@ def test_submit_to_complete(benchmark: BenchmarkFixture, kib: int) -> None:
     def setup() -> tuple[tuple[Exchange], dict[str, object]]:
         return (exchange(next(sequences), data, reduced, chunk),), {}
 
-    def complete(asked: Exchange) -> tuple[memoryview, list[Send], list[int] | None]:
+    def complete(asked: Exchange) -> tuple[memoryview, list[Send], list[Operation] | None]:
         worker.submit(asked.operation, asked.shards, chunk, 0)
         sends = worker.refill(1.0)
         for link, header, payload in asked.results:

@@ -215,7 +215,7 @@ def test_a_reducer_may_die_between_the_pieces(wire):
 
 def open_at(client):
     """What is in progress at the reducers."""
-    return list(inside.core(client).open)
+    return list(inside.flat(client).core.open)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ def test_a_deadline_counts_from_the_call_for_pieces_that_wait(job):
 
 def test_a_shutdown_between_two_pieces_ends_the_call(job):
     (client,) = job(1, wire_dtype="bf16")
-    core, count = inside.core(client), []
-    submit = driver.submit
+    flat, count = inside.flat(client), []
+    submit = flat.submit
 
     def stop_after_three(operation):
         count.append(operation)
@@ -334,7 +334,7 @@ def test_a_shutdown_between_two_pieces_ends_the_call(job):
             client.shutdown()
         submit(operation)
 
-    driver.submit = stop_after_three
+    flat.submit = stop_after_three
     work = client.all_reduce(values(0, LARGE))
     with pytest.raises(LocalProtocolError):
         work.wait(5)

@@ -16,7 +16,7 @@ BUFFERS, ELEMENTS = 6, 2 << 20
 def main(patience_s):
     """All-reduce until a window beyond what is set aside is in use, or for so many seconds."""
     client = worker_client.init()
-    flight = inside.session(client).flight
+    flight = inside.flat(client).session.flight
     buffers = [np.empty(ELEMENTS, np.float32) for _ in range(BUFFERS)]
     until = time.monotonic() + patience_s
     usual = latest = flight.stats(0).window

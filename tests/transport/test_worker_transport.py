@@ -123,7 +123,7 @@ def test_what_was_not_sent_to_a_lost_reducer_is_sent_to_nobody(transport, reduce
 
 def test_a_ping_without_news_stays_in_the_loop(joined, monkeypatch):
     client, (reducer,) = joined()
-    session, heard = inside.session(client), []
+    session, heard = inside.flat(client).session, []
     receive = session.receive
 
     def note(link, frame, payload, now):

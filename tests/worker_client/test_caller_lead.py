@@ -63,7 +63,7 @@ def test_all_reduces_of_one_call_follow_each_other(two):
     def call(client):
         for _ in range(100):  # from now on ranks agree seldom
             client.all_reduce(np.ones(2), "sum").wait(10)
-        whole, core = Call(), inside.core(client)
+        whole, core = Call(), inside.flat(client).core
         made = [
             Operation(memoryview(bytearray(4)), DType.INT32, ReduceOp.SUM, None, 10.0, call=whole)
             for _ in range(3)

@@ -30,7 +30,7 @@ def reduce(tmp_path_factory):
     pointer.argtypes, pointer.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
 
     def ask(client, arrays, leads=False):
-        calls = pointer(inside.core(client).calls(), b"worker_client.core")
+        calls = pointer(inside.flat(client).core.calls(), b"worker_client.core")
         sizes = map(ctypes.c_uint64, arrays.shape)
         return called(ctypes.c_void_p(calls), ctypes.c_void_p(arrays.ctypes.data), *sizes, leads)
 

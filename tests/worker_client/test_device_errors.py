@@ -141,7 +141,7 @@ def test_shut_down_in_a_callback_while_others_wait_for_ranks(job, devices):
     clients = job(2)
 
     def leave(_):
-        core = inside.core(clients[0])
+        core = inside.flat(clients[0]).core
         eventually(lambda: len(core.open) == 3)  # pieces of 4096 bytes, which were submitted
         clients[0].shutdown()
         eventually(lambda: staging_threads() == {"to-device"})

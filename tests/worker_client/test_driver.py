@@ -136,7 +136,7 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
     child = os.fork()
     if child == 0:
         try:
-            core = inside.core(client)
+            core = inside.flat(client).core
             work.wait(0.5)
         except ReductionTimeout:
             os._exit(2 if core.leader else 0)
@@ -147,7 +147,7 @@ def test_a_forked_child_does_not_lead(client, monkeypatch):
 
 
 def test_an_error_in_a_step_is_raised_there_and_ends_every_other_call(client, monkeypatch):
-    session = inside.session(client)
+    session = inside.flat(client).session
     tick = session.tick
 
     def broken(now):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.header import Buffer
     from torture.failpoints import Failpoint
+    from worker_client.protocol.operation import Operation
 
 
 def install(failpoints: Sequence[Failpoint]) -> None:
@@ -37,7 +38,7 @@ class _FaultyFlight(CompiledFlight):
 
     _hit: Callable[[Place], bool]
 
-    def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
+    def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[Operation] | None:
         completed = super().take(link, frame, payload, now)
         if completed is not None and message_type(frame) == MessageType.RESULT:
             self._hit(Place.WORKER_COPIED)

@@ -1,11 +1,95 @@
-from collections.abc import Sequence
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from reducer.errors import ReductionError
+from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Buffer, Header
 from worker_client.protocol.flight import Carried, LinkShard, LinkStats, Send
 from worker_client.protocol.operation import Operation
+from worker_client.work import Ended, Lead
+
+class Call:
+    number: int
+
+class CallMeter:
+    calls: int
+    pending: int
+    bytes_reduced: int
+    since: float
+    waited_s: float
+    failure: str
+
+class MeteredCall(Call):
+    pending: bool
+    nbytes: int
+    def __init__(self, meter: CallMeter) -> None: ...
+    def begin(self) -> None: ...
+    def __call__(self, error: BaseException | None) -> None: ...
+
+class Request(Call):
+    view: memoryview
+    dtype: DType
+    op: ReduceOp
+    name: str | None
+    tag: int
+    timeout_s: float
+    call: Call | None
+    refusal: ReductionError | None
+    more: bool
+    rounded: bool
+    residual: memoryview | None
+    data: Any
+    write_back: Callable[[], object] | None
+    ended: Ended | None
+    over: bool
+    sequence: int
+    since: int
+    history: int
+    deadline: float
+    begun: float
+    ask_at: float
+    ask_last_at: float
+    sent: float
+    answered: float
+    overdue: bool
+    quiet: bool
+    cut: bool
+    pieces: dict[Any, None]
+    prepare: Callable[[], object] | None
+    error: Exception | None
+    _missing: tuple[int, ...]
+    _lead: Lead | None
+    _ended: bool
+    _future: concurrent.futures.Future[Any] | None
+    _waiters: tuple[queue.SimpleQueue[None], ...] | None
+    _lock: threading.Lock
+    _release: Callable[[Exception | None], object] | None
+    _claims: Any
+    def __init__(
+        self,
+        view: memoryview,
+        dtype: DType,
+        op: ReduceOp,
+        name: str | None,
+        timeout_s: float,
+        *,
+        call: Call | None = None,
+        refusal: ReductionError | None = None,
+        more: bool = False,
+        rounded: bool = False,
+        residual: memoryview | None = None,
+        data: Any = None,
+        write_back: Callable[[], object] | None = None,
+        lead: Lead | None = None,
+        ended: Ended | None = None,
+    ) -> None: ...
 
 class CompiledFlight:
-    def __init__(self, identity: Header) -> None: ...
+    earliest: float
+    def __init__(self, identity: Header, large_bytes: int = ...) -> None: ...
     def add_link(self, window: int, keep: bool, in_place: bool = False) -> None: ...
     @property
     def watermark(self) -> int: ...
@@ -13,16 +97,40 @@ class CompiledFlight:
     def reached(self) -> int: ...
     @property
     def kept_bytes(self) -> int: ...
+    @property
+    def active(self) -> int: ...
+    @property
+    def large(self) -> int: ...
+    @property
+    def large_since(self) -> float: ...
+    @property
+    def steady_until(self) -> float: ...
+    @property
+    def end_of_numbers(self) -> int: ...
+    def set_steady(self, until: float, epoch: int = 0) -> None: ...
+    def number(self, operation: Operation) -> None: ...
+    def forget_history(self, failed: Operation) -> None: ...
+    def forget_cuts(self, turns: int) -> None: ...
+    def begin(self, operation: Operation, now: float) -> bool: ...
     def submit(
-        self, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int, epoch: int
+        self,
+        operation: Operation,
+        shards: Sequence[LinkShard],
+        chunk_bytes: int,
+        epoch: int,
+        now: float = 0.0,
     ) -> None: ...
+    def find(self, sequence: int) -> Operation | None: ...
+    def all(self) -> list[Operation]: ...
     def open(self, link: int) -> None: ...
     def set_calm(self, link: int, calm: bool) -> None: ...
     def measure_anew(self, link: int) -> None: ...
     def set_window(self, link: int, nbytes: int) -> None: ...
     def stats(self, link: int) -> LinkStats: ...
     def refill(self, now: float) -> list[Send]: ...
-    def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None: ...
+    def take(
+        self, link: int, frame: Buffer, payload: Buffer, now: float
+    ) -> list[Operation] | None: ...
     def expects(self, link: int, sequence: int, offset: int) -> bool: ...
     def waits_for(self, link: int, sequence: int) -> bool: ...
     def forget(self, link: int, sequence: int) -> None: ...

@@ -142,8 +142,7 @@ class Driver:
         """Start what has been submitted, and send it."""
         core = self.core
         try:
-            while not core.start():
-                operation = core.first()
+            while not core.start() and (operation := core.first()) is not None:
                 if self._is_early(operation):
                     core.put_off()
                     break

@@ -12,6 +12,7 @@ from reducer.clock import no_heartbeat
 if TYPE_CHECKING:
     from reducer.errors import AuthError
     from reducer.wire.header import Buffer
+    from worker_client.protocol.operation import Operation
 
 
 class Connected(NamedTuple):
@@ -50,8 +51,8 @@ class Message(NamedTuple):
     payload: Buffer
 
 
-class Completed(list[int]):
-    """Numbers of all-reduces of which all results are in their buffers."""
+class Completed(list["Operation"]):
+    """All-reduces of which all results are in their buffers."""
 
 
 Event = Connected | Disconnected | Refused | Message | Completed
