@@ -14,8 +14,9 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from reducer import kernels
+from reducer.engine.actions import Action, Send
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
-from reducer.engine.rounds import Send
 from reducer.runtime import implementation
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
@@ -34,20 +35,29 @@ class Offer(NamedTuple):
     payload: bytes
 
 
-def receiver(impl: str, world_size: int) -> Callable[[bytes, bytes, bytes], Sequence[Send] | None]:
+def receiver(
+    impl: str, world_size: int
+) -> Callable[[bytes, bytes, bytes], Sequence[Action] | None]:
     """Return what takes the contributions of a job whose ranks have all joined."""
     table = kernels.select()
     chosen = implementation.select(impl, table)
-    engine = Engine(table, chosen.slots, memory_limit=1 << 30, incarnation="1", address="here:1")
+    identity = ReducerIdentity("1", "here:1")
+    engine = Engine(table, chosen.slots, identity, memory_limit=1 << 30)
+    hello = Header(MessageType.HELLO, job=JOB, window=4 << 20)
     body = encode(Hello("job", world_size, reducers=1, reducer_index=0, chunk_bytes=1 << 20))
-    for rank in range(world_size):
-        hello = Header(MessageType.HELLO, job=JOB, rank=rank, window=4 << 20)
-        engine.receive(name(rank), hello.pack(), body)
+    welcomes = [
+        engine.receive(name(rank), hello._replace(rank=rank).pack(), body)
+        for rank in range(world_size)
+    ]
     if impl == "plain":
         return engine.receive
     from reducer.runtime._loop import Core  # noqa: PLC0415 (may not be built)
 
-    return Core(engine).offer
+    core = Core(engine)
+    for action in (action for actions in welcomes for action in actions):
+        if not isinstance(action, Send):
+            core.perform(action)
+    return core.offer
 
 
 def name(rank: int) -> bytes:
@@ -88,7 +98,7 @@ def test_offers_to_result(benchmark: BenchmarkFixture, ranks: int, kib: int, imp
     def setup() -> tuple[tuple[list[Offer]], dict[str, object]]:
         return (next(all_offers),), {}
 
-    def reduce_chunk(offered: list[Offer]) -> Sequence[Send] | None:
+    def reduce_chunk(offered: list[Offer]) -> Sequence[Action] | None:
         for offer in offered:
             sends = receive(*offer)
         return sends

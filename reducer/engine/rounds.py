@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from reducer.engine.actions import Send
 from reducer.engine.slots import (
     LATENESS_BYTES,
     PLACE_BYTES,
@@ -48,19 +49,12 @@ from reducer.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from reducer.engine.jobs import Job
+    from reducer.engine.quotas import Quotas
     from reducer.engine.slots import Member, Round, Slot
     from reducer.kernels import Kernels
-
-
-class Send(NamedTuple):
-    """The one thing an engine asks for: hand this message to that peer."""
-
-    peer: bytes
-    header: bytes
-    payload: Buffer | np.ndarray | None
 
 
 @dataclass(slots=True)
@@ -93,22 +87,14 @@ class Counters:
 class Reductions:
     """The all-reduces of all jobs.
 
-    Args:
-        kernels: what sums.
-        grow: sets aside more memory for a job's records, or raises `CapacityError`.
-        grant: lets a job begin more rounds, or raises `CapacityError`.
-
     Attributes:
         counters: what was done since the start.
         closed: why new rounds are refused, or None.
     """
 
-    def __init__(
-        self, kernels: Kernels, grow: Callable[[Job, int], None], grant: Callable[[Job], None]
-    ) -> None:
+    def __init__(self, kernels: Kernels, quotas: Quotas) -> None:
         self.kernels = kernels
-        self._grow = grow
-        self._grant = grant
+        self._quotas = quotas
         self.counters = Counters()
         self.closed: ReductionError | None = None
 
@@ -192,7 +178,7 @@ class Reductions:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
             if len(job.rounds) >= job.rounds.most:
-                self._grant(job)
+                self._quotas.grant(job)
             each = RANK_BYTES + (0 if job.rounds.taken() else LATENESS_BYTES)
             self._make_room(job, ROUND_BYTES + job.world_size * each)
             # That of an ABORT says which epoch its sender was in: for the question before the call.
@@ -210,7 +196,7 @@ class Reductions:
         held = sum(member.held for member in job.members.values())
         more = held + job.rounds.taken() + nbytes - job.rounds.reserved
         if more > 0:
-            self._grow(job, more)
+            self._quotas.grow(job, more)
 
     def _place(
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer | None
@@ -392,7 +378,7 @@ def _without_sender(header: Header) -> Header:
 
 def _check_window(job: Job, member: Member, header: Header) -> None:
     # An ABORT that has made room comes over the first connection of a link, and may be overtaken.
-    windows = 2 if member.rank in job.streaming else 1
+    windows = 2 if len(job.links[member.rank].peers) > 1 else 1
     if member.held + charge(header.nbytes) > windows * member.window + job.spare:
         raise CapacityError(
             f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"

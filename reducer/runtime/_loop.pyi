@@ -2,14 +2,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from reducer.engine.actions import Action, Send
 from reducer.engine.engine import Engine
-from reducer.engine.rounds import Send
 from reducer.runtime import loop
 from reducer.runtime.compiled_transport import CompiledTransport
 from reducer.wire.header import Buffer
 
 class Core:
     def __init__(self, engine: Engine, transport: CompiledTransport | None = None) -> None: ...
+    def perform(self, action: Action) -> None: ...
     def offer(self, peer: bytes, frame: bytes, payload: bytes) -> list[Send] | None: ...
 
 class Sockets:

@@ -37,13 +37,7 @@ NAMELESS = ("?", "?")  # one that has ended, or whose addresses take a file that
 
 @dataclass(slots=True, eq=False)
 class _Line(Line):
-    """One connection of `_loop.Sockets`.
-
-    Attributes:
-        descriptor: of its socket.
-        number: of it.
-        silence: its peer's.
-    """
+    """One connection of `_loop.Sockets`."""
 
     descriptor: int
     sockets: _loop.Sockets
@@ -77,17 +71,9 @@ class _Line(Line):
 class CompiledTransport(Transport):
     """Connections that `_loop.Sockets` accepts; see `Transport`.
 
-    A peer's name is the number of its connection.
-
-    Args:
-        endpoint: ``tcp://HOST:PORT``; port 0 takes a free one.
-        context: the reducer's, which takes up `meet`.
-        keyring: the reducer's keys, and whom it admits, if peers must have some.
-        max_chunk_bytes: the largest payload; who sends a larger one is disconnected.
-        handshake_s: time for ZMTP's handshake.
-
-    Attributes:
-        sockets: what accepts, receives and sends.
+    A peer's name is the number of its connection. A `context` takes up `meet` for workers of this
+    process; a `keyring` is there if peers must have keys; who sends a payload of more than
+    `max_chunk_bytes` is disconnected, or whose handshake takes more than `handshake_s`.
 
     Raises:
         ConfigError: the endpoint cannot be bound; the message says what to change.
@@ -224,10 +210,9 @@ def _listen(endpoint: str) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except socket.gaierror:
-        raise ConfigError(explain_bind(endpoint, errno.ENODEV, "no such host")) from None
-    except ValueError as error:
-        raise ConfigError(explain_bind(endpoint, errno.EINVAL, str(error))) from None
-    except OSError as error:
-        raise ConfigError(explain_bind(endpoint, error.errno or 0, str(error))) from None
+    except (OSError, ValueError) as error:
+        reason = errno.EINVAL if isinstance(error, ValueError) else error.errno or 0
+        if isinstance(error, socket.gaierror):
+            reason = errno.ENODEV
+        raise ConfigError(explain_bind(endpoint, reason, str(error))) from None
     return listener

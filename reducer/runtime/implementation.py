@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from reducer.engine.engine import Engine
     from reducer.engine.slots import SlotsModule
     from reducer.kernels import Kernels
+    from reducer.runtime.guard import Guard
     from reducer.runtime.transport import Transport
 
 NAMES = ("compiled", "plain")
@@ -26,8 +27,8 @@ log = logging.getLogger(__name__)
 class MakeLoop(Protocol):
     """The constructor of `loop.Loop` and of its compiled twin."""
 
-    def __call__(self, engine: Engine, transport: Any) -> loop.Loop:
-        """Join an engine and a transport."""
+    def __call__(self, engine: Engine, transport: Any, guard: Guard) -> loop.Loop:
+        """Join an engine, a transport and its guard."""
 
 
 class Implementation(NamedTuple):

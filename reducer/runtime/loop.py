@@ -9,26 +9,29 @@ import time
 from typing import TYPE_CHECKING
 
 from reducer.clock import ServingTime
+from reducer.engine.actions import Close, Send
 from reducer.engine.limits import TAKEN_PER_LOOK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from reducer.engine.actions import Action
     from reducer.engine.engine import Engine
-    from reducer.engine.rounds import Send
+    from reducer.runtime.guard import Guard
     from reducer.runtime.plain_transport import PlainTransport
 
 
 class Loop:
-    """Joins one engine and one transport. One thread uses it.
+    """Joins one engine, one transport and its guard. One thread uses it.
 
     Attributes:
         clock: by which peers are late.
     """
 
-    def __init__(self, engine: Engine, transport: PlainTransport) -> None:
+    def __init__(self, engine: Engine, transport: PlainTransport, guard: Guard) -> None:
         self._engine = engine
         self._transport = transport
+        self._guard = guard
         self.clock = ServingTime(time.monotonic)
 
     def step(self, timeout_s: float) -> None:
@@ -38,17 +41,24 @@ class Loop:
         sees the clock.
         """
         for number, message in enumerate(self._transport.receive(timeout_s), 1):
-            self.send(self._engine.receive(*message, at=time.monotonic()))
-            if self._engine.closing and number >= TAKEN_PER_LOOK:
+            self.do(self._engine.receive(*message, at=time.monotonic()))
+            if self._guard.closing and number >= TAKEN_PER_LOOK:
                 break
-        self.send(self._engine.tick(self.clock.now()))
+        self.do(self._engine.tick(self.clock.now()))
 
-    def send(self, sends: Iterable[Send]) -> None:
-        """Send what the engine asks for; it hears of peers that turn out to be gone."""
+    def do(self, actions: Iterable[Action]) -> None:
+        """Do what the engine asks for; it hears of peers that turn out to be gone."""
         # In the engine's order, also when a thousand ranks turn out to be gone at once.
-        while sends:
-            further: list[Send] = []
-            for send in sends:
-                if not self._transport.send(*send):
-                    further += self._engine.unreachable(send.peer)
-            sends = further
+        while actions:
+            further: list[Action] = []
+            for action in actions:
+                if not isinstance(action, Send):
+                    self.perform(action)
+                elif not self._transport.send(*action):
+                    further += self._engine.unreachable(action.peer)
+            actions = further
+
+    def perform(self, action: Action) -> None:
+        """Do what is asked for besides to send; the rest is the compiled loop's."""
+        if isinstance(action, Close):
+            self._guard.close(action.peer)

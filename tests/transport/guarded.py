@@ -8,6 +8,7 @@ from hostile.intruder import Worker
 from hostile.lines import Bare
 from hostile.zmtp import GREETING, HANDSHAKE, dial, frame
 from reducer import kernels
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
 from reducer.runtime import implementation
@@ -38,23 +39,17 @@ class Post:
             stack.callback(context.destroy, linger=0)
         self.transport = chosen.transport(f"tcp://{HOST}:0", context)
         stack.callback(self.transport.close)
-        self.engine = Engine(
-            table,
-            chosen.slots,
-            memory_limit=256 * MIB,
-            incarnation="1",
-            address="here:1",
-            features=chosen.features,
-        )
+        identity = ReducerIdentity("1", "here:1", features=chosen.features)
+        self.engine = Engine(table, chosen.slots, identity, memory_limit=256 * MIB)
         self.guard = Guard(self.engine, self.transport, patience)
-        self.loop = chosen.loop(self.engine, self.transport)
+        self.loop = chosen.loop(self.engine, self.transport, self.guard)
         self.stack = stack
         self.address = f"{HOST}:{self.transport.port}"
 
     def step(self):
         """Serve for a moment, and let the guard look."""
         self.loop.step(0.005)
-        self.loop.send(self.guard.look(self.now))
+        self.loop.do(self.guard.look(self.now))
 
     def until(self, holds):
         """Go on until something is so."""

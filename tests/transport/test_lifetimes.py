@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from reducer import kernels
+from reducer.engine.actions import Send
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.runtime import implementation as reducers
 from reducer.wire.constants import DType, MessageType, ReduceOp
@@ -80,13 +82,16 @@ def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
     table = kernels.select(None)
     chosen = reducers.select("compiled", table)
     transport = chosen.transport("tcp://127.0.0.1:0", None)
-    engine = Engine(table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1")
+    engine = Engine(table, chosen.slots, ReducerIdentity("1", "here:1"), memory_limit=MIB)
     with closing(transport):
         core = reducer_loop.Core(engine, transport)
         common = Header(MessageType.HELLO, job=fingerprint("job"), window=1 << 16)
         hello = Hello(job="job", world_size=2, reducers=1, reducer_index=0, chunk_bytes=1 << 16)
         for rank in range(2):
-            engine.receive(bytes([rank + 1] * 7), common._replace(rank=rank).pack(), encode(hello))
+            peer, said = bytes([rank + 1] * 7), common._replace(rank=rank).pack()
+            for action in engine.receive(peer, said, encode(hello)):
+                if not isinstance(action, Send):
+                    core.perform(action)
         chunk = common._replace(
             type=MessageType.CONTRIBUTION,
             sequence=1,

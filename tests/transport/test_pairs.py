@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from reducer import kernels
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
 from reducer.runtime import compiled_transport
@@ -61,10 +62,10 @@ class Ends:
         make = chosen.transport
         self.reducer = make("tcp://127.0.0.1:0", context)
         stack.callback(self.reducer.close)
-        self.engine = engine(
-            table, chosen.slots, memory_limit=MIB, incarnation="1", address="here:1"
-        )
-        self._loop = chosen.loop(self.engine, self.reducer)
+        identity = ReducerIdentity("1", "here:1")
+        self.engine = engine(table, chosen.slots, identity, memory_limit=MIB)
+        self.guard = Guard(self.engine, self.reducer, Patience(10, 1.0))
+        self._loop = chosen.loop(self.engine, self.reducer, self.guard)
         compiled = workers.select("compiled")
         self.flight = compiled.flight(Header(MessageType.HELLO))
         self.worker = compiled.transport(self.flight, 1, context)
@@ -161,13 +162,12 @@ def test_a_worker_hears_that_the_reducer_has_gone_and_finds_nobody(ends):
 def test_who_was_dropped_is_hung_up_on():
     with ExitStack() as stack:
         ends = Ends(stack, Engine)
-        guard = Guard(ends.engine, ends.reducer, Patience(10, 1.0))
         ends.worker.send(0, bytes(HEADER_BYTES), None)
         ends.until(lambda: ends.engine.counters.dropped > 0)
-        guard.look(0.0)
+        ends.guard.look(0.0)
         ends.until(lambda: any(isinstance(event, Message) for event in ends.news))
         ends.news.clear()
-        guard.look(FAREWELL_S + 0.1)
+        ends.guard.look(FAREWELL_S + 0.1)
         ends.until(lambda: any(isinstance(event, Disconnected) for event in ends.news))
 
 
