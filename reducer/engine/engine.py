@@ -12,17 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from reducer.clock import no_heartbeat
-from reducer.engine.actions import (
-    Action,
-    Attach,
-    Close,
-    Dismiss,
-    GiveUp,
-    Resume,
-    Send,
-    Serve,
-    Trust,
-)
+from reducer.engine.actions import Attach, Close, Dismiss, GiveUp, Resume, Send, Serve, Trust
 from reducer.engine.admission import Admission
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.engine.membership import JoinRequest, Membership, is_another
@@ -57,6 +47,7 @@ from reducer.wire.states import Role, after
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reducer.engine.actions import Action
     from reducer.engine.admission import ReducerIdentity
     from reducer.engine.allow_list import AllowList
     from reducer.engine.jobs import Job
@@ -151,13 +142,9 @@ class Engine:
     ) -> list[Action]:
         """Take one message from a peer; whatever is wrong with it concerns that peer alone.
 
-        Args:
-            peer: the transport's name for the connection.
-            frame: frame 0.
-            payload: frame 1, empty if there was none.
-            key: public key that the peer of a HELLO, STREAM or RESUME has shown;
-                `allow_list.LOCAL` of a peer here.
-            at: when it has come, seconds of a monotonic clock.
+        The frames are `frame` and, empty if there was none, `payload`; `key` is the public key that
+        the peer of a HELLO, STREAM or RESUME has shown, `allow_list.LOCAL` of a peer here; `at` is
+        when the message has come, seconds of a monotonic clock.
         """
         if peer in self.dropped:
             self.counters.ignored += 1
@@ -273,11 +260,9 @@ class Engine:
         return self.unreachable(peer)
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due at `now`; call it several times a second.
+        """Do what is due at `now`, seconds of a monotonic clock; call it several times a second.
 
-        Args:
-            now: seconds of a monotonic clock, which stands still while nobody can call this: who
-                could not be heard meanwhile is not late.
+        The clock stands still while nobody can call this: who could not be heard is not late.
         """
         self._now = now
         actions: list[Action] = []

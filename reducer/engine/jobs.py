@@ -42,16 +42,7 @@ class Link:
     attempts: dict[int, int] = field(default_factory=dict)
 
     def resumed(self, said: Stream, *, once: bool) -> bytes:
-        """Return the peer of the connection that a RESUME has go on.
-
-        Args:
-            said: which connection.
-            once: each RESUME is good once, as it may be overheard.
-
-        Raises:
-            MembershipError: there is no such connection, or none may go on.
-            AuthError: this RESUME, or a later one, was taken before.
-        """
+        """Return the peer of the connection that a RESUME has go on; each may be good `once`."""
         if not self.resumes:
             raise MembershipError("this link's connections do not go on when they break")
         if said.number not in self.peers:
@@ -68,9 +59,6 @@ class Job:
     Attributes:
         key_shown: public key that its first rank has shown; "" without keys.
         hello: settings of the first rank that joined; every other rank must give the same.
-        max_chunk_bytes: the largest chunk that the job's settings lead to.
-        patience_s: how long a rank may be silent before it is given up.
-        members: live ranks.
         lost: ranks that have left in whatever way, the watermark that each had reached, and why.
         farewells: those of them that have said GOODBYE.
         links: of members and lost ranks.

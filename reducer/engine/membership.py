@@ -71,11 +71,7 @@ class Farewell(NamedTuple):
 
 
 class Membership:
-    """All jobs of one reducer, and which peer speaks for which rank.
-
-    Attributes:
-        jobs: by number.
-    """
+    """All jobs of one reducer, and which peer speaks for which rank."""
 
     def __init__(self, slots: SlotsModule, memory_limit: int, limits: Limits) -> None:
         self._slots = slots
@@ -121,12 +117,7 @@ class Membership:
         return job, member
 
     def attach(self, job: Job, member: Member, number: int, peer: bytes) -> None:
-        """Make a peer a further stream of a member.
-
-        Raises:
-            RemoteProtocolError: the member has had a connection of that number.
-            CapacityError: there are too many.
-        """
+        """Make a peer a further stream of a member, unless there are too many."""
         link = job.links[member.rank]
         if number in link.peers:
             raise RemoteProtocolError(f"stream {number} of this link is here already")
@@ -153,13 +144,7 @@ class Membership:
             Its job, itself, and the job that ended because this is a later generation of it.
 
         Raises:
-            RemoteProtocolError: the HELLO contradicts itself.
-            StaleGenerationError: the job is in a later generation, or this rank starts anew while
-                ranks of an earlier run are still here.
-            MismatchError: a setting differs from another rank's.
-            DuplicateRankError: a live member has this rank.
-            CapacityError: the job is too large for a limit, or there are too many jobs, or members
-                of this key.
+            ReductionError: it contradicts itself or another rank, or there is no room for it.
         """
         peer, header, hello, key, _ = request
         if header.job != fingerprint(hello.job):

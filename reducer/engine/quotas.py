@@ -156,7 +156,7 @@ class Quotas:
 
 
 def _needed(job: Job, window: int) -> int:
-    """Return what a job has to reserve for windows of this size, bytes; never less than it has.
+    """Return what a job reserves for windows of this size, bytes; never less than it has.
 
     That is n windows of contributions, and results that the slowest rank has not taken: one more.
     """

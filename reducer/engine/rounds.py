@@ -85,7 +85,7 @@ class Counters:
 
 
 class Reductions:
-    """The all-reduces of all jobs.
+    """The all-reduces of all jobs. A message that is refused concerns its sender alone.
 
     Attributes:
         counters: what was done since the start.
@@ -99,11 +99,7 @@ class Reductions:
         self.closed: ReductionError | None = None
 
     def contribution(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
-        """Take a member's CONTRIBUTION.
-
-        Raises:
-            ReductionError: it is refused, and concerns its sender alone.
-        """
+        """Take a member's CONTRIBUTION."""
         check_chunk(header, len(payload), job.max_chunk_bytes)
         _check_sequence(header, member)
         self._advance(job, member, header.watermark)
@@ -114,11 +110,7 @@ class Reductions:
         return ended + self._offer(job, member, header, payload)
 
     def retained(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
-        """Take a member's RETAINED: it holds a chunk's result, or sends the one it was asked for.
-
-        Raises:
-            ReductionError: it is refused, and concerns its sender alone.
-        """
+        """Take a member's RETAINED: it holds a chunk's result, or sends one that was asked for."""
         check_chunk(header, len(payload) or header.nbytes, job.max_chunk_bytes)
         _check_sequence(header, member)
         self._advance(job, member, header.watermark)
@@ -261,11 +253,7 @@ class Reductions:
         return [Send(member.peer, frame, result) for member in members[turn:] + members[:turn]]
 
     def abort(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
-        """Take a member's ABORT.
-
-        Raises:
-            ReductionError: it is refused, and concerns its sender alone.
-        """
+        """Take a member's ABORT."""
         if header.sequence == NO_SEQUENCE:
             raise RemoteProtocolError("ABORT needs a sequence number")
         error = decode_error(payload, header.sequence)
@@ -393,13 +381,10 @@ def _check_sequence(header: Header, member: Member) -> None:
 
 
 def _check_presence(job: Job) -> None:
-    """Refuse to open a slot that could never be completed.
+    """Refuse to open a slot that could never be completed, as a rank is lost.
 
     A rank that came back contributes to no round from before; but it lives, and the others will
     leave this reducer as well.
-
-    Raises:
-        RankLostError: a rank is lost.
     """
     for _, reason in job.lost.values():
         raise reason
