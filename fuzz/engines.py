@@ -10,6 +10,7 @@ from fuzz.headers import mutate
 from fuzz.model import Model
 from fuzz.source import Source, check
 from fuzz.twins import Twins
+from reducer.engine.actions import Close, Resume
 from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import Limits
 from reducer.errors import RankLostError, ReductionError, ReductionTimeout
@@ -107,7 +108,7 @@ class World:
             for header, body in messages:
                 if Header.unpack(header).type is M.WELCOME:
                     self._links[decode(Welcome, body).ticket] = {0: welcomed}
-        self.twins.dropped()
+        self.twins.asked_for(Close)
         for dropped in [one for one in self._peers if one in self.twins.plain.dropped]:
             self._return(dropped)
         self._answers = answers
@@ -217,7 +218,7 @@ class World:
         """Have a connection of a link go on over that of a peer."""
         peer = self._source.pick(self._peers)
         shown, offset, _ = self._show(peer, M.RESUME)
-        for broken, fresh, at in self.twins.resumed():
+        for broken, fresh, at in self.twins.asked_for(Resume):
             link = self._links[shown.ticket]
             check((broken, fresh) == (link.get(shown.number), peer), f"{broken!r} goes on")
             check(at == offset, f"it goes on at {offset}, not at {at}")

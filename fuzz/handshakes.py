@@ -51,9 +51,9 @@ class _Handshake:
             if session.refusal is not None:
                 check(isinstance(session.refusal, ReductionError), "a refusal says why")
         for peer in PEERS:
-            self._twin.engine.unreachable(peer)
-        self._twin.engine.tick(10.0)
-        self._twin.engine.tick(20.0)
+            self._twin.perform(self._twin.engine.unreachable(peer))
+        for now in (10.0, 20.0):
+            self._twin.perform(self._twin.engine.tick(now))
         check(self._twin.engine.jobs == [], "who has gone is forgotten")
         self._join_anew()
 
@@ -72,7 +72,7 @@ class _Handshake:
         said = hello.header, bytes(hello.payload or b"")
         heard = garble(*said)
         self._touched |= heard != said
-        for _, header, body in self._twin.receive(peer, *heard):
+        for _, header, body in self._twin.perform(self._twin.receive(peer, *heard)):
             answer = header, bytes(b"" if body is None else body)
             self._check(answer)
             garbled = garble(*answer)

@@ -61,14 +61,14 @@ class Model:
 
     def ask(self, peer: bytes) -> None:
         """Take note of who is about to speak, and as whom."""
-        members = self._engine._members
-        self._before = members.find(members.main(peer))
+        members = self._engine.members
+        self._before = members.find(peer)
         self._deaf = peer in self._engine.dropped
         self._counted = self._counts()
 
     def is_member(self, peer: bytes) -> bool:
         """Whether a peer speaks for a rank."""
-        return self._engine._members.find(peer) is not None
+        return self._engine.members.find(peer) is not None
 
     def spoke(self, frame: bytes, payload: bytes, answers: Answers) -> None:
         """Check what a message has led to."""
@@ -117,7 +117,7 @@ class Model:
             chunk.given[header.rank] = bytes(payload)
 
     def _result(self, header: Header, copies: list[tuple[bytes, bytes]], supplied: bytes) -> None:
-        job = self._engine._members.jobs[header.job]
+        job = self._engine.members.jobs[header.job]
         at = header.sequence, header.offset
         chunk = self._open.get(job, {}).pop(at, None)
         check(chunk is not None, f"no result without contributions: {at}")
@@ -154,8 +154,8 @@ class Model:
     # -- what is held -------------------------------------------------------------------------
 
     def _look(self) -> None:
-        members = self._engine._members
-        reserved = members.reserved()
+        members = self._engine.members
+        reserved = members.quotas.reserved()
         held = self._engine.held()
         check(held <= reserved, f"{held} bytes are held, {reserved} reserved")
         check(reserved <= self._memory_limit, f"{reserved} bytes are reserved beyond the limit")
@@ -194,7 +194,7 @@ class Model:
         for rank, member in job.members.items():
             check(member.held == held[rank], f"rank {rank} holds {held[rank]}, not {member.held}")
             spare = SPARE_CHUNKS * charge(job.max_chunk_bytes)
-            windows = 2 if self._engine.streams(member.peer) else 1
+            windows = 2 if self._engine.members.streams(member.peer) else 1
             most = windows * member.window + spare
             check(member.held <= most, f"rank {rank} holds {member.held} of {most}")
             needed = (job.world_size + 1) * (member.window + spare)
@@ -204,8 +204,8 @@ class Model:
         """Check that nothing is left when everybody has gone."""
         engine = self._engine
         check(engine.jobs == [] and engine.held() == 0, "nothing is held when all have gone")
-        rest = [engine._members._by_peer, engine._unreachable, engine._contests]
-        rest += [engine._members._tickets, engine._members._mains, engine._members._streams]
+        rest = [engine.members._by_peer, engine._unreachable, engine._contests]
+        rest += [engine.members._tickets]
         check(not any(rest), f"nothing is remembered when all have gone: {rest}")
 
 

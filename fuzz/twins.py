@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 from unittest.mock import patch
 
 from fuzz.source import check
 from reducer import kernels
-from reducer.engine import _slots, jobs
+from reducer.engine import _slots, membership
+from reducer.engine.actions import Close, Send
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.engine.limits import NO_LIMITS, Limits
 from reducer.runtime._loop import Core
@@ -16,12 +18,13 @@ from reducer.wire.header import Header
 from tests.twins import slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from reducer.engine.actions import Action
     from reducer.engine.jobs import Job
-    from reducer.engine.rounds import Send
     from reducer.engine.slots import SlotsModule
 
+Kind = TypeVar("Kind")
 Answers = dict[bytes, list[tuple[bytes, bytes]]]  # by peer: headers and payloads
 NAMES = ("plain", "compiled")  # the first one is looked into
 
@@ -31,36 +34,45 @@ class Twin:
 
     Attributes:
         taken: messages that never reached the engine.
-        resumed: connections that were to go on over others with the latest message.
+        others: what the engine has asked for last, but to send.
     """
 
     def __init__(self, name: str, memory_limit: int, limits: Limits = NO_LIMITS) -> None:
         plain = name == "plain"
         self.name = name
         self.taken = 0
-        self.resumed: list[tuple[bytes, bytes, int]] = []
+        self.others: list[Action] = []
         self._tickets = 0
+        identity = ReducerIdentity("1", "here:1", features=COMPILED_FEATURES)
         self.engine = Engine(
             kernels.select("numpy" if plain else None),
             cast("SlotsModule", slots) if plain else _slots,
+            identity,
             memory_limit=memory_limit,
-            incarnation="1",
-            address="here:1",
             limits=limits,
-            features=COMPILED_FEATURES,
         )
         self._core = None if plain else Core(self.engine)
 
-    def receive(self, peer: bytes, frame: bytes, payload: bytes) -> list[Send]:
+    def receive(self, peer: bytes, frame: bytes, payload: bytes) -> Sequence[Action]:
         """Take a message as a reducer's thread does."""
         if self._core is not None:
             sends = self._core.offer(peer, frame, payload)
             if sends is not None:
                 self.taken += 1
                 return sends
-        sends = self.engine.receive(peer, frame, payload)
-        self.resumed = self.engine.newly_resumed()
-        return sends
+        return self.engine.receive(peer, frame, payload)
+
+    def perform(self, actions: Sequence[Action]) -> list[Send]:
+        """Do what is the loop's, and return what is to be sent."""
+        self.others = [action for action in actions if not isinstance(action, Send)]
+        for action in self.others:
+            if self._core is not None and not isinstance(action, Close):
+                self._core.perform(action)
+        return [action for action in actions if isinstance(action, Send)]
+
+    def asked_for(self, kind: type[Kind]) -> list[Kind]:
+        """Return what the engine has asked for last of a kind."""
+        return [action for action in self.others if isinstance(action, kind)]
 
     def ticket(self) -> str:
         """Return another one each time, but the same as the other twins."""
@@ -79,7 +91,7 @@ class Twins:
         """The one that is looked into."""
         return self.all[0].engine
 
-    def do(self, act: Callable[[Twin], list[Send]]) -> Answers:
+    def do(self, act: Callable[[Twin], Sequence[Action]]) -> Answers:
         """Let each do the same; they must give the same answers."""
         answers, *others = [self._act(twin, act) for twin in self.all]
         for twin, other in zip(self.all[1:], others, strict=True):
@@ -88,21 +100,14 @@ class Twins:
         return answers
 
     @staticmethod
-    def _act(twin: Twin, act: Callable[[Twin], list[Send]]) -> Answers:
-        twin.resumed = []
-        with patch.object(jobs, "nonce", twin.ticket):
-            return _by_peer(act(twin))
+    def _act(twin: Twin, act: Callable[[Twin], Sequence[Action]]) -> Answers:
+        with patch.object(membership, "nonce", twin.ticket):
+            return _by_peer(twin.perform(act(twin)))
 
-    def resumed(self) -> list[tuple[bytes, bytes, int]]:
-        """Return what the latest message has go on over another connection; see `Engine`."""
-        found, *others = [twin.resumed for twin in self.all]
-        check(all(other == found for other in others), f"those go on: {found}, not {others}")
-        return found
-
-    def dropped(self) -> list[bytes]:
-        """Return the peers that were dropped since this was asked last."""
-        found, *others = [twin.engine.newly_dropped() for twin in self.all]
-        check(all(other == found for other in others), f"those are dropped: {found}, not {others}")
+    def asked_for(self, kind: type[Kind]) -> list[Kind]:
+        """Return what the engines have asked for last of a kind, the same of each."""
+        found, *others = [twin.asked_for(kind) for twin in self.all]
+        check(all(other == found for other in others), f"they ask for {found}, not {others}")
         return found
 
     def _compare(self, engine: Engine) -> None:

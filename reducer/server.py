@@ -8,9 +8,11 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from reducer import __version__, kernels
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.engine.rounds import Counters
 from reducer.errors import ConfigError
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reducer.config import ReducerConfig
-    from reducer.engine.jobs import EndedRound
-    from reducer.engine.limits import Patience
+    from reducer.engine.membership import EndedRound
     from reducer.engine.slots import SlotsModule
     from reducer.kernels import Kernels
     from reducer.runtime import _loop
@@ -46,7 +47,6 @@ class Server:
     """One reducer: threads with a port, an engine and slots each, and nothing shared between them.
 
     Args:
-        config: where to listen and what to spend.
         keyring: what to show to workers, and whom to admit; None for everybody, without encryption.
         secret: what workers must prove that they know; empty for nothing.
 
@@ -74,69 +74,58 @@ class Server:
             )
         table = kernels.select(config.kernel)
         slots, make_loop, make_transport = _compiled(table)
-        memory = memory_limit(config)
+        memory = memory_limit(config) // config.threads
         self.context: dict[str, Callable[[], object]] = {}
-        self._keyring = keyring
-        self._reader = None if keyring is None or not keyring.changes else Reader(keyring)
-        transports: list[Transport] = []
-        self._timeline: Timeline | None = None
-        try:
-            transports += (
-                make_transport(
+        with ExitStack() as undo:
+            transports: list[Transport] = []
+            for lane in range(config.threads):
+                transport = make_transport(
                     _endpoint(config.bind, lane),
                     self.context,
                     keyring,
                     max_chunk_bytes=int(config.max_chunk_bytes),
                     handshake_s=config.handshake_timeout,
                 )
-                for lane in range(config.threads)
-            )
+                undo.callback(transport.close)
+                transports.append(transport)
             host = _reachable(transports[0].host)
-            self.address = f"{host}:{transports[0].port}"
-            if config.timeline is not None:
-                self._timeline = _open_timeline(config.timeline, self.address)
-        except BaseException:
-            for transport in transports:
-                transport.close()
-            raise
-        others = transports[1:]
-        self.lanes = tuple(f"{host}:{transport.port}" for transport in transports)
-        self.inproc = {
-            lane: transport.inproc for lane, transport in zip(self.lanes, transports, strict=True)
-        }
+            self.lanes = tuple(f"{host}:{transport.port}" for transport in transports)
+            self.address = self.lanes[0]
+            where = config.timeline
+            self._timeline = None if where is None else _open_timeline(where, self.address)
+            undo.pop_all()
+        self.inproc = dict(zip(self.lanes, (one.inproc for one in transports), strict=True))
+        self._keyring = keyring
+        self._reader = None if keyring is None or not keyring.changes else Reader(keyring)
         self._stopping, self._hurry = threading.Event(), threading.Event()
         if self._timeline is not None:
             self._events = LogEvents(self._timeline, logging.INFO)
             _OURS.addHandler(self._events)
         incarnation = secrets.token_hex(8)
+        others = tuple(transport.port for transport in transports[1:])
         self._lanes = [
             _Lane(
                 Engine(
                     table,
                     slots,
-                    memory_limit=memory // config.threads,
-                    incarnation=incarnation,
-                    address=f"{host}:{transport.port}",
-                    lanes=tuple(other.port for other in others),
+                    ReducerIdentity(incarnation, address, others, COMPILED_FEATURES),
+                    memory_limit=memory,
                     limits=config.limits(),
                     allowed=None if keyring is None else keyring.allowed,
                     secret=secret,
-                    features=COMPILED_FEATURES,
                 ),
                 transport,
-                config.patience(),
                 make_loop,
-                self._stopping,
-                self._hurry,
-                config.cpus,
+                config,
+                stopping=self._stopping,
+                hurry=self._hurry,
                 keyring=keyring,
                 timeline=self._timeline,
             )
-            for transport in transports
+            for address, transport in zip(self.lanes, transports, strict=True)
         ]
-        inboxes = [lane.inbox for lane in self._lanes]
         self.observer = Observer(
-            inboxes,
+            [lane.inbox for lane in self._lanes],
             self._lanes,
             self._stopping,
             version=__version__,
@@ -199,22 +188,17 @@ class Server:
 
 
 class _Lane(threading.Thread):
-    """One thread of a reducer.
+    """One thread of a reducer; when it is to stop, it serves for `grace_s` longer."""
 
-    Attributes:
-        grace_s: for how long to serve when it is to stop.
-    """
-
-    def __init__(  # noqa: PLR0917 (one after the other, as they belong together)
+    def __init__(
         self,
         engine: Engine,
         transport: Transport,
-        patience: Patience,
         make_loop: type[_loop.Loop],
+        config: ReducerConfig,
+        *,
         stopping: threading.Event,
         hurry: threading.Event,
-        cpus: tuple[int, ...] | None,
-        *,
         keyring: Keyring | None,
         timeline: Timeline | None,
     ) -> None:
@@ -222,35 +206,35 @@ class _Lane(threading.Thread):
         self.engine = engine
         self.failure: BaseException | None = None
         self._transport = transport
-        self._guard = Guard(engine, transport, patience)
+        self._guard = Guard(engine, transport, config.patience())
         self.inbox = StatusInbox(engine, self._guard, transport.port)
         self._make_loop = make_loop
         self.grace_s = 0.0
         self._stopping = stopping
         self._hurry = hurry
-        self._cpus = cpus
+        self._cpus = config.cpus
         self._keyring = keyring
         self._allowed = None if keyring is None else keyring.allowed
         self._refusals = Refusals()
         self._timeline = timeline
         if timeline is not None:
-            engine.keep_times()
+            engine.members.keep_times()
 
     def run(self) -> None:
         """Serve until the reducer is to stop."""
         try:
             if self._cpus is not None:
                 os.sched_setaffinity(0, self._cpus)  # of this thread
-            loop = self._make_loop(self.engine, self._transport)
-            loop.send(self.engine.tick(loop.clock.now()))  # from here on it knows the time
+            loop = self._make_loop(self.engine, self._transport, self._guard)
+            loop.do(self.engine.tick(loop.clock.now()))  # from here on it knows the time
             while not self._stopping.is_set():
                 self.inbox.answer()
                 loop.step(self._guard.wait_s)
-                loop.send(self._guard.look(loop.clock.now()))
+                loop.do(self._guard.look(loop.clock.now()))
                 if self._keyring is not None:
                     self._mind_keys(self._keyring, loop)
                 if self._timeline is not None:
-                    _show_rounds(self._timeline, self.engine.take_times())
+                    _show_rounds(self._timeline, self.engine.members.take_times())
             if self.engine.jobs:
                 names = ", ".join(repr(job.name) for job in self.engine.jobs)
                 log.info(
@@ -259,13 +243,13 @@ class _Lane(threading.Thread):
                     names,
                     self.grace_s or DRAIN_S,
                 )
-            loop.send(self.engine.drain())
+            loop.do(self.engine.drain())
             self._serve_last(loop, self.grace_s, self._hurry.is_set)
             self.engine.close()
             self._serve_last(loop, DRAIN_S, lambda: False)
             self.inbox.answer()  # who has asked in this moment would wait for long
             if self._timeline is not None:
-                _show_rounds(self._timeline, self.engine.take_times())
+                _show_rounds(self._timeline, self.engine.members.take_times())
         except BaseException as error:
             self.failure = error
             log.exception("the reducer stopped because of an error of its own")
@@ -279,13 +263,13 @@ class _Lane(threading.Thread):
         while self.engine.jobs and time.monotonic() < end and not ends():
             self.inbox.answer()
             loop.step(LOOK_S)
-            loop.send(self._guard.look(loop.clock.now()))
+            loop.do(self._guard.look(loop.clock.now()))
 
     def _mind_keys(self, keyring: Keyring, loop: _loop.Loop) -> None:
         """Go by the allow-list as it is now, and tell and count who was refused."""
         if (allowed := keyring.allowed) is not self._allowed:
             self._allowed = allowed
-            loop.send(self.engine.allow(allowed))
+            loop.do(self.engine.allow(allowed))
         refused = self._transport.refusals()
         self._refusals.note(refused)
         self.engine.counters.unauthenticated += len(refused)

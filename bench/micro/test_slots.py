@@ -14,8 +14,9 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from reducer import kernels
 from reducer.engine import _slots
+from reducer.engine.actions import Action, Send
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
-from reducer.engine.rounds import Send
 from reducer.runtime._loop import Core
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
@@ -34,15 +35,18 @@ class Offer(NamedTuple):
     payload: bytes
 
 
-def receiver(world_size: int) -> Callable[[bytes, bytes, bytes], Sequence[Send] | None]:
+def receiver(world_size: int) -> Callable[[bytes, bytes, bytes], Sequence[Action] | None]:
     """Return what takes the contributions of a job whose ranks have all joined."""
     table = kernels.select()
-    engine = Engine(table, _slots, memory_limit=1 << 30, incarnation="1", address="here:1")
+    engine = Engine(table, _slots, ReducerIdentity("1", "here:1"), memory_limit=1 << 30)
+    core = Core(engine)
     body = encode(Hello("job", world_size, reducers=1, reducer_index=0, chunk_bytes=1 << 20))
     for rank in range(world_size):
         hello = Header(MessageType.HELLO, job=JOB, rank=rank, window=4 << 20)
-        engine.receive(name(rank), hello.pack(), body)
-    return Core(engine).offer
+        for action in engine.receive(name(rank), hello.pack(), body):
+            if not isinstance(action, Send):
+                core.perform(action)
+    return core.offer
 
 
 def name(rank: int) -> bytes:
@@ -82,7 +86,7 @@ def test_offers_to_result(benchmark: BenchmarkFixture, ranks: int, kib: int) -> 
     def setup() -> tuple[tuple[list[Offer]], dict[str, object]]:
         return (next(all_offers),), {}
 
-    def reduce_chunk(offered: list[Offer]) -> Sequence[Send] | None:
+    def reduce_chunk(offered: list[Offer]) -> Sequence[Action] | None:
         for offer in offered:
             sends = receive(*offer)
         return sends

@@ -28,6 +28,7 @@ cdef extern from "reducer/engine/map.h" nogil:
 
     void *map_get(const map *self, uint64_t key)
     bint map_put(map *self, uint64_t key, void *value)
+    void map_remove(map *self, uint64_t key)
     void map_free(map *self)
 
 

@@ -40,12 +40,7 @@ class AllowList:
         return key in self._names
 
     def refusal(self, key: str, job: str) -> AuthError | None:
-        """Say why who came with a key may not take part in a job, if so.
-
-        Args:
-            key: public key, or `LOCAL`.
-            job: full name of the job.
-        """
+        """Say why who came with a key, or `LOCAL`, may not take part in a job, if so."""
         if key == LOCAL:
             return None
         names = self._names.get(key)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from reducer.clock import no_heartbeat
-from reducer.engine.jobs import Job, Membership, is_another
+from reducer.engine.actions import Attach, Close, Dismiss, GiveUp, Resume, Send, Serve, Trust
+from reducer.engine.admission import Admission
 from reducer.engine.limits import NO_LIMITS, Limits
-from reducer.engine.rounds import Counters, Reductions, Send
+from reducer.engine.membership import JoinRequest, Membership, is_another
+from reducer.engine.rounds import Counters, Reductions
 from reducer.errors import (
     AuthError,
     CapacityError,
@@ -26,18 +29,15 @@ from reducer.errors import (
     StaleGenerationError,
     VersionError,
 )
-from reducer.wire import authentication
-from reducer.wire.constants import FEATURES, NONCE_DIGITS, Feature, MessageType
+from reducer.wire.constants import Feature, MessageType
 from reducer.wire.header import Buffer, Header
 from reducer.wire.messages import (
     ALL_REDUCERS,
     MAX_NAMED_RANKS,
-    Challenge,
     Hello,
     Loss,
     Stragglers,
     Stream,
-    Welcome,
     decode,
     encode,
     encode_error,
@@ -45,15 +45,16 @@ from reducer.wire.messages import (
 from reducer.wire.states import Role, after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from reducer.engine.actions import Action
+    from reducer.engine.admission import ReducerIdentity
     from reducer.engine.allow_list import AllowList
-    from reducer.engine.jobs import EndedRound
+    from reducer.engine.jobs import Job
     from reducer.engine.slots import Member, SlotsModule
     from reducer.kernels import Kernels
 
 PING_INTERVAL_S = 0.5
-MAX_NONCES = 4096
 CONTEST_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a peer is silent
 # Before a rank whose connection broke is called lost: it may live, and tell the others through
 # another reducer that it cannot reach this one.
@@ -63,83 +64,51 @@ REFUSALS_S = 10.0
 MAX_DROPPED = 4096  # peers to remember, until their connections are closed
 MAX_LINES = 16  # about workers between two PINGs: whoever provokes them must not fill the log
 
+_order = attrgetter("epoch", "stage", "sequence")  # of a loss: greater if it is news
+
 log = logging.getLogger(__name__)
-
-
-class RankContest(NamedTuple):
-    """A HELLO for the rank of a member that may be dead; PINGs to it show by `due` whether."""
-
-    peer: bytes
-    header: Header
-    hello: Hello
-    due: float
-    key: str
-    challenge: str
-
-    @property
-    def said(self) -> tuple[bytes, Header, Hello, str, str]:
-        """What there is to join with."""
-        return self.peer, self.header, self.hello, self.key, self.challenge
 
 
 class Engine:
     """One reducer (or one thread of it).
 
     Args:
-        kernels: what sums.
-        slots: the implementation of members, rounds and slots.
-        memory_limit: bytes that contributions and results may take.
-        incarnation: hexadecimal, another one at every start.
-        address: how this reducer calls itself in errors, ``host:port``.
-        lanes: ports of the reducer's other threads, told to every worker.
-        limits: what one job may take, and how many there may be.
         allowed: whom to admit; None for everybody.
         secret: what workers must prove that they know; empty for nothing.
-        features: what this reducer speaks.
 
     Attributes:
-        dropped: peers that broke the protocol and were told so: nothing more that they say counts,
-            and whoever owns their connections is to close these.
-        closing: those of them that `newly_dropped` has not returned yet.
+        dropped: peers that broke the protocol and were told so: nothing more that they say counts.
     """
 
     def __init__(
         self,
         kernels: Kernels,
         slots: SlotsModule,
+        identity: ReducerIdentity,
         *,
         memory_limit: int,
-        incarnation: str,
-        address: str,
-        lanes: tuple[int, ...] = (),
         limits: Limits = NO_LIMITS,
         allowed: AllowList | None = None,
         secret: bytes = b"",
-        features: int = FEATURES,
     ) -> None:
-        self._allowed = allowed
-        self._secret = secret
-        self._features = features
-        self._nonces: dict[bytes, str] = {}  # that peers have been asked with, until they answer
-        self._members = Membership(memory_limit, slots, limits)
-        self._reductions = Reductions(kernels, self._members.grow, self._members.grant)
-        self._incarnation = incarnation
-        self._address = address
-        self._lanes = lanes
+        self._admission = Admission(identity, allowed, secret)
+        self.members = Membership(slots, memory_limit, limits)
+        self._reductions = Reductions(kernels, self.members.quotas)
         self._now = 0.0
         self._next_ping = 0.0
-        self._contests: list[RankContest] = []
+        # By peer: HELLOs for ranks of members that may be dead, and when PINGs have shown it.
+        self._contests: dict[bytes, tuple[JoinRequest, float]] = {}
         self.dropped: dict[bytes, None] = {}
-        self.closing: list[bytes] = []
         self._refusals: dict[bytes, int] = {}  # of each peer, lately
         self._unknown: set[bytes] = set()  # who was told lately that it is not known
         self._forgive = 0.0  # when these are forgotten
         self._lines = 0  # about workers, since the last PING
         self._closing: ReducerLostError | None = None  # since it was told to shut down
         self._unreachable: dict[bytes, float] = {}  # when they are given up, by peer
-        self._resumed: list[tuple[bytes, bytes, int]] = []  # that `newly_resumed` has yet to tell
         self._heard: dict[bytes, float] = {}  # peers that fell silent: when they were heard last
-        self._handlers: dict[MessageType, Callable[[Job, Member, Header, Buffer], list[Send]]] = {
+        self._handlers: dict[
+            MessageType, Callable[[Job, Member, Header, Buffer], Sequence[Action]]
+        ] = {
             MessageType.CONTRIBUTION: self._reductions.contribution,
             MessageType.RETAINED: self._reductions.retained,
             MessageType.ABORT: self._reductions.abort,
@@ -160,135 +129,85 @@ class Engine:
         return self._reductions.counters
 
     @property
-    def changes(self) -> object:
-        """Something that is another thing whenever a job may have begun or ceased to be healthy."""
-        return self._members.changes, [len(job.given_up) for job in self._members.jobs.values()]
-
-    @property
     def jobs(self) -> list[Job]:
         """The jobs that are here."""
-        return list(self._members.jobs.values())
-
-    @property
-    def memory_limit(self) -> int:
-        """Bytes that contributions and results may take."""
-        return self._members.memory_limit
-
-    def reserved(self) -> int:
-        """Bytes set aside for the jobs that are here."""
-        return self._members.reserved()
+        return list(self.members.jobs.values())
 
     def held(self) -> int:
         """Bytes of contributions in open slots."""
-        return sum(member.held for member in self._members.members())
+        return sum(member.held for member in self.members.members())
 
     def receive(
         self, peer: bytes, frame: Buffer, payload: Buffer, key: str = "", *, at: float = 0.0
-    ) -> list[Send]:
+    ) -> list[Action]:
         """Take one message from a peer; whatever is wrong with it concerns that peer alone.
 
-        Args:
-            peer: the transport's name for the connection.
-            frame: frame 0.
-            payload: frame 1, empty if there was none.
-            key: public key that the peer of a HELLO, STREAM or RESUME has shown;
-                `allow_list.LOCAL` of a peer here.
-            at: when it has come, seconds of a monotonic clock.
+        The frames are `frame` and, empty if there was none, `payload`; `key` is the public key that
+        the peer of a HELLO, STREAM or RESUME has shown, `allow_list.LOCAL` of a peer here; `at` is
+        when the message has come, seconds of a monotonic clock.
         """
         if peer in self.dropped:
             self.counters.ignored += 1
             return []
-        stream, peer = peer, self._members.main(peer)
+        main = self._main(peer)
         try:
             header = Header.unpack(frame)
             if header.type is MessageType.HELLO:
-                return self._hello(peer, header, payload, key)
-            if header.type is MessageType.STREAM:
-                return self._tie(stream, payload, key)
-            if header.type is MessageType.RESUME:
-                return self._resume(stream, header, payload, key)
-            found = self._members.find(peer)
-            if found is None:
-                raise MembershipError(
-                    "this reducer does not know you: it was restarted, or gave you up"
-                )
-            job, member = found
-            if stream != peer and header.type is not MessageType.CONTRIBUTION:
-                raise RemoteProtocolError(f"{header.type.name} goes over a link's first connection")
-            state = after(member.state, Role.WORKER, header.type)
-            if state is None:
-                raise RemoteProtocolError(
-                    f"{header.type.name} is not allowed in {member.state.name}"
-                )
-            said = (header.job, header.generation, header.rank)
-            if said != (job.key, job.generation, member.rank):
-                raise RemoteProtocolError("job, generation and rank must be as agreed")
-            member.state = state
-            job.rounds.now_us = int(at * 1e6)
-            return self._handlers[header.type](job, member, header, payload)
+                actions = self._hello(main, header, payload, key)
+            elif header.type is MessageType.STREAM:
+                actions = self._attach(peer, header, payload, key)
+            elif header.type is MessageType.RESUME:
+                actions = self._resume(peer, header, payload, key)
+            else:
+                actions = self._from_member(main, header, payload, at, further=peer != main)
         except ReductionError as error:
-            return self._refuse(peer, error)
+            actions = self._refuse(main, error)
+        return actions + self._contested()
 
-    def drop(self, peer: bytes, error: ReductionError) -> list[Send]:
+    def _from_member(
+        self, peer: bytes, header: Header, payload: Buffer, at: float, *, further: bool
+    ) -> list[Action]:
+        """Take a message that only members may say."""
+        found = self.members.find(peer)
+        if found is None:
+            raise MembershipError(
+                "this reducer does not know you: it was restarted, or gave you up"
+            )
+        job, member = found
+        if further and header.type is not MessageType.CONTRIBUTION:
+            raise RemoteProtocolError(f"{header.type.name} goes over a link's first connection")
+        state = after(member.state, Role.WORKER, header.type)
+        if state is None:
+            raise RemoteProtocolError(f"{header.type.name} is not allowed in {member.state.name}")
+        if (header.job, header.generation, header.rank) != (job.key, job.generation, member.rank):
+            raise RemoteProtocolError("job, generation and rank must be as agreed")
+        member.state = state
+        job.rounds.now_us = int(at * 1e6)
+        actions = self._handlers[header.type](job, member, header, payload)
+        return [*self._serving(job), *actions]
+
+    def drop(self, peer: bytes, error: ReductionError) -> list[Action]:
         """Tell a peer why nothing more that it says counts, and end its part in its job."""
-        sends = [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
-        for each in (peer, *self._members.streams(peer)):
+        actions: list[Action] = [_error(peer, error), Close(peer)]
+        for each in (peer, *self.members.streams(peer)):
             if len(self.dropped) >= MAX_DROPPED:
                 del self.dropped[next(iter(self.dropped))]
             self.dropped[each] = None
-        self.closing.append(peer)  # and those of its streams that end with it
         self.counters.dropped += 1
-        self._contests = [contest for contest in self._contests if contest.peer != peer]
-        found = self._members.find(peer)
+        self._contests.pop(peer, None)
+        found = self.members.find(peer)
         if found is not None:
             rank = found[1].rank
             lost = RankLostError(f"rank {rank} broke the protocol: {error}", rank=rank)
-            sends += self._leave(peer, lost)
-        return sends
+            actions += self._leave(*found, lost)
+        return actions
 
-    def keep_times(self) -> None:
-        """Keep the times of rounds of jobs that begin from now on, for `take_times`."""
-        self._members.keep_times()
+    def _main(self, peer: bytes) -> bytes:
+        """Return the peer of a further stream's first connection; of any other peer, itself."""
+        found = self.members.find(peer)
+        return peer if found is None else found[1].peer
 
-    def take_times(self) -> list[EndedRound]:
-        """Return the rounds that have ended since the last call."""
-        return self._members.take_times()
-
-    def streams(self, peer: bytes) -> tuple[bytes, ...]:
-        """Return the peers of a member's further streams, over which it is sent results as well."""
-        return self._members.streams(peer)
-
-    def newly_tied(self) -> list[tuple[bytes, bytes]]:
-        """Return peers that have become further streams since this was asked last, and of whom."""
-        tied, self._members.tied = self._members.tied, []
-        return tied
-
-    def newly_resumable(self) -> list[bytes]:
-        """Return members that have joined since this was asked last, and may say RESUME."""
-        resumable, self._members.resumable = self._members.resumable, []
-        return resumable
-
-    def newly_resumed(self) -> list[tuple[bytes, bytes, int]]:
-        """Return connections that are to go on over others, since this was asked last.
-
-        Returns:
-            The peer, that of the fresh connection, and how many bytes the worker has read of what
-            was sent to the first one. The transport answers.
-        """
-        resumed, self._resumed = self._resumed, []
-        return resumed
-
-    def contested(self) -> list[bytes]:
-        """Return members whose ranks others ask for."""
-        holders = [self._members.holder(contest.header) for contest in self._contests]
-        return [holder.peer for holder in holders if holder is not None]
-
-    def newly_dropped(self) -> list[bytes]:
-        """Return the peers that were dropped since this was asked last."""
-        closing, self.closing = self.closing, []
-        return closing
-
-    def _refuse(self, peer: bytes, error: ReductionError) -> list[Send]:
+    def _refuse(self, peer: bytes, error: ReductionError) -> list[Action]:
         """Answer what is not done; a peer that breaks the protocol is told so once."""
         refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
         if type(error) is MembershipError:
@@ -305,64 +224,57 @@ class Engine:
         )
         if broken or refusals >= MAX_REFUSALS:
             return self.drop(peer, error)
-        return [Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))]
+        return [_error(peer, error)]
 
     def _say(self, text: str, *arguments: object, **facts: object) -> None:
-        """Log something that workers bring about, unless they do so again and again.
-
-        Args:
-            text: the line, as `logging` takes it.
-            arguments: what it is formatted with.
-            facts: what it is about, for programs that read lines.
-        """
+        """Log something that workers bring about, with facts, unless they do so again and again."""
         self._lines += 1
         if self._lines <= MAX_LINES:
             log.info(text, *arguments, extra=facts)
 
-    def unreachable(self, peer: bytes) -> list[Send]:
+    def unreachable(self, peer: bytes) -> list[Action]:
         """Learn from the transport that a peer is gone: it died, or the network is cut.
 
         Who has lost a further stream is about to notice and to come back, or says GOODBYE over the
         first one, which may be on its way.
         """
-        stream, peer = peer, self._members.main(peer)
-        self._contests = [contest for contest in self._contests if contest.peer != peer]
-        found = self._members.find(peer)
+        stream, peer = peer, self._main(peer)
+        self._contests.pop(peer, None)
+        found = self.members.find(peer)
         if found is None:
-            return []
+            return self._contested()
         job, member = found
-        due = self._now + AWAY_S + (job.patience_s if stream != peer else 0.0)
+        actions: list[Action] = []
         if self._reductions.closed is not None and stream == peer:
-            return self._leave(peer, self._lost(job, member)) + self._settle_contests(job, member)
-        if peer in self._unreachable:
-            self._unreachable[peer] = min(self._unreachable[peer], due)
-            return []
-        self._unreachable[peer] = due
-        return self._settle_contests(job, member)
+            actions += self._leave(job, member, self._lost(job, member))
+        else:
+            due = self._now + AWAY_S + (job.patience_s if stream != peer else 0.0)
+            self._unreachable[peer] = min(due, self._unreachable.get(peer, due))
+        rank = job.key, member.rank
+        actions += self._decide(lambda one, _: (one.header.job, one.header.rank) == rank)
+        return actions + self._contested()
 
-    def silent(self, peer: bytes, seconds: float) -> list[Send]:
-        """Learn that nothing has come from a member for longer than its job's patience.
-
-        Args:
-            peer: the member, whose connection is being ended.
-            seconds: since something has come.
-        """
+    def silent(self, peer: bytes, seconds: float) -> list[Action]:
+        """Learn that nothing has come from a member for so long that its connection is ended."""
         self._heard.setdefault(peer, self._now - seconds)
         return self.unreachable(peer)
 
-    def tick(self, now: float) -> list[Send]:
-        """Do what is due at `now`; call it several times a second.
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due at `now`, seconds of a monotonic clock; call it several times a second.
 
-        Args:
-            now: seconds of a monotonic clock, which stands still while nobody can call this: who
-                could not be heard meanwhile is not late.
+        The clock stands still while nobody can call this: who could not be heard is not late.
         """
         self._now = now
-        sends: list[Send] = []
+        actions: list[Action] = []
         for peer in [peer for peer, due in self._unreachable.items() if due <= now]:
-            sends += self._give_up(peer)
+            actions += self._give_up(peer)
+        actions += self._ping(now)
+        return actions + self._contested()
+
+    def _ping(self, now: float) -> list[Action]:
+        """Tell members that this reducer lives, and what they are to know, when it is time."""
         if now < self._next_ping:
-            return sends
+            return []
         self._next_ping = now + PING_INTERVAL_S
         if self._lines > MAX_LINES:
             log.info("%d more lines of that kind", self._lines - MAX_LINES)
@@ -372,56 +284,53 @@ class Engine:
             self._refusals.clear()
             self._unknown.clear()
         # Every PING found these holders reachable, unless they have left: most are refused.
-        sends += self._decide(lambda contest: contest.due <= now)
-        for job in self._members.jobs.values():
+        actions = self._decide(lambda _, due: due <= now)
+        for job in self.members.jobs.values():
             another = job.watch.look(job.rounds.lateness, job.world_size, now)
             if another is not None:
                 self._say("job %r: %s", job.name, another, job=job.name, **asdict(another))
             ping = Header(MessageType.PING, watermark=job.reached()).pack()
             told = Stragglers(tuple(job.lost)[-MAX_NAMED_RANKS:], job.watch.straggler)
             body = encode(told) if told.missing or told.straggler else None
-            sends += [Send(member.peer, ping, body) for member in job.members.values()]
+            actions += [Send(member.peer, ping, body) for member in job.members.values()]
             if job.bar_reason is not None:  # what they have asked for at other reducers fails, too
-                sends += _to_all(job, job.bar_reason)
-        return sends
+                actions += _to_all(job, job.bar_reason)
+        return actions
 
-    def allow(self, allowed: AllowList) -> list[Send]:
+    def allow(self, allowed: AllowList) -> list[Action]:
         """Admit others from now on; members whose keys are gone from the list are told, and lost.
 
         Their connections are strangers' from then on, and are closed before long.
         """
-        self._allowed = allowed
+        self._admission.allowed = allowed
         peers = [
-            (member.peer, rank, job.keys[rank], job.name)
+            (member.peer, rank, job.links[rank].key, job.name)
             for job in self.jobs
             for rank, member in job.members.items()
         ]
-        peers += [
-            (contest.peer, contest.header.rank, contest.key, contest.hello.job)
-            for contest in self._contests
-        ]
-        told: dict[bytes, bytes] = {}
-        lost: list[Send] = []
+        waiting = [request for request, _ in self._contests.values()]
+        peers += [(one.peer, one.header.rank, one.key, one.hello.job) for one in waiting]
+        told: dict[bytes, Send] = {}
+        lost: list[Action] = []
         for peer, rank, key, name in peers:
             error = allowed.refusal(key, name)
             if error is not None:
                 log.warning("rank %d of job %r: %s", rank, name, error)
-                told[peer] = encode_error(error)
-                why = RankLostError(f"rank {rank}'s key was revoked", rank=rank)
-                lost += self._leave(peer, why)
-        self._contests = [contest for contest in self._contests if contest.peer not in told]
+                told[peer] = _error(peer, error)
+                if (found := self.members.find(peer)) is not None:
+                    why = RankLostError(f"rank {rank}'s key was revoked", rank=rank)
+                    lost += self._leave(*found, why)
+        self._contests = {peer: one for peer, one in self._contests.items() if peer not in told}
         self.counters.unauthenticated += len(told)
-        frame = Header(MessageType.ERROR).pack()
-        sends = [Send(peer, frame, body) for peer, body in told.items()]
-        return sends + [send for send in lost if send.peer not in told]
+        of_others = [one for one in lost if not (isinstance(one, Send) and one.peer in told)]
+        return [*told.values(), *of_others]
 
-    def drain(self) -> list[Send]:
+    def drain(self) -> list[Action]:
         """Tell every member that this reducer shuts down; those that have no other may go on."""
-        self._closing = ReducerLostError(
-            f"reducer {self._address} is shutting down", reducer=self._address
-        )
+        address = self._admission.identity.address
+        self._closing = ReducerLostError(f"reducer {address} is shutting down", reducer=address)
         goodbye = Header(MessageType.GOODBYE).pack()
-        members = self._members.members()
+        members = self.members.members()
         for member in members:
             member.state = after(member.state, Role.REDUCER, MessageType.GOODBYE) or member.state
         return [Send(member.peer, goodbye, None) for member in members]
@@ -432,94 +341,52 @@ class Engine:
 
     # -- joining and leaving ------------------------------------------------------------------
 
-    def _hello(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Send]:
+    def _hello(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Action]:
         hello = decode(Hello, payload)
-        job = self._members.jobs.get(header.job)
+        job = self.members.jobs.get(header.job)
         if job is not None and job.name != hello.job:
             # Forged, or the same by chance: what follows would be about another's job.
             raise RemoteProtocolError("the header's job is not the one that the body names")
-        refusal = None if self._allowed is None else self._allowed.refusal(key, hello.job)
-        if refusal is not None:
-            raise refusal
-        challenge = ""
-        if self._secret:
-            challenge = self._nonces.pop(peer, "")
-            if not self._proven(header, hello, challenge):
-                return [self._challenge(peer, header)]
-        known = self._members.find(peer) is not None and peer not in self._unreachable
-        if known or any(peer == contest.peer for contest in self._contests):
+        request = self._admission.admit(peer, header, hello, key)
+        if isinstance(request, Send):
+            return [request]
+        known = self.members.find(peer) is not None and peer not in self._unreachable
+        if known or peer in self._contests:
             raise RemoteProtocolError("HELLO was said already")
-        holder = self._members.holder(header)
+        holder = self.members.holder(header)
         if holder is not None and holder.peer not in self._unreachable:
             due = self._now + hello.patience_ms / 1000 + CONTEST_SPARE_S
-            self._contests.append(RankContest(peer, header, hello, due, key, challenge))
+            self._contests[peer] = request, due
             return [Send(holder.peer, Header(MessageType.PING).pack(), None)]
-        return self._join(peer, header, hello, key, challenge)
+        return self._join(request)
 
-    def _challenge(self, peer: bytes, header: Header) -> Send:
-        """Ask for a proof, with a nonce for one HELLO."""
-        if len(self._nonces) >= MAX_NONCES:
-            del self._nonces[next(iter(self._nonces))]  # who has it is asked again
-        nonce = self._nonces[peer] = authentication.nonce()
-        ask = header._replace(type=MessageType.CHALLENGE, watermark=0, window=0)
-        return Send(peer, ask.pack(), encode(Challenge(nonce)))
+    def _contested(self) -> list[Action]:
+        """Wait for no broken connection of a member whose rank others ask for."""
+        holders = [self.members.holder(one.header) for one, _ in self._contests.values()]
+        return [GiveUp(holder.peer) for holder in holders if holder is not None]
 
-    def _prove(self, speaker: Role, header: Header, hello: Hello, challenge: str) -> str:
-        return authentication.prove(self._secret, speaker, header, hello, challenge, self._address)
-
-    def _proven(self, header: Header, hello: Hello, challenge: str) -> bool:
-        """Whether a HELLO shows that its sender knows the secret; False: it has yet to be asked.
-
-        Raises:
-            AuthError: it shows that its sender does not.
-        """
-        shown = hello.auth[NONCE_DIGITS:]
-        if hello.auth and not (shown and challenge):
-            return False
-        expected = self._prove(Role.WORKER, header, hello, challenge)
-        if not authentication.proves(shown, expected):
-            raise AuthError(
-                "this reducer belongs to a job whose secret this worker does not know: ranks that "
-                "host reducers learn it from the store of their own process group. Another program "
-                "needs reducers of a pool: name these in REDUCTION_SERVERS"
-            )
-        return True
-
-    def _join(
-        self, peer: bytes, header: Header, hello: Hello, key: str, challenge: str
-    ) -> list[Send]:
-        sends = self._make_way(header, hello)
+    def _join(self, request: JoinRequest) -> list[Action]:
+        peer, header = request.peer, request.header
+        actions = self._make_way(header, request.hello)
         if peer in self._unreachable:  # it speaks for another rank or job now
-            sends += self._give_up(peer)
-        known = self._members.jobs.get(header.job)
+            actions += self._give_up(peer)
+        known = self.members.jobs.get(header.job)
         back = known is not None and header.rank in known.lost
         try:
             if self._closing is not None:
                 raise copy.copy(self._closing)
-            job, member, earlier = self._members.join(peer, header, hello, key)
+            job, member, earlier = self.members.join(request)
         except ReductionError as error:
-            sends += self._refuse(peer, error)
-            present = self._members.jobs.get(header.job)
+            actions += self._refuse(peer, error)
+            present = self.members.jobs.get(header.job)
             if present is not None and isinstance(error, MismatchError):
-                sends += self._bar(present, header.rank, error)
-            return sends
-        welcome = Header(
-            MessageType.WELCOME,
-            job=header.job,
-            generation=header.generation,
-            rank=member.rank,
-            window=member.window,
-        )
-        features = hello.features & self._features
-        body = Welcome(
-            incarnation=self._incarnation,
-            max_chunk_bytes=job.max_chunk_bytes,
-            lanes=self._lanes if hello.lane == 0 else (),
-            auth=self._prove(Role.REDUCER, header, hello, challenge) if self._secret else "",
-            ticket=self._ticket(peer, features),
-            features=features,
-        )
-        sends.append(Send(peer, welcome.pack(), encode(body)))
+                actions += self._bar(present, header.rank, error)
+            return actions
+        features = request.hello.features & self._admission.identity.features
+        resumes, ticket = bool(features & Feature.RESUME), ""
+        if features & (Feature.STREAMS | Feature.RESUME):
+            ticket = self.members.give_ticket(job, member, resumes=resumes)
+        actions += [Trust(peer, resumes), self._admission.welcome(request, job, member, ticket)]
         if earlier is not None:
             generations = (earlier.generation, job.generation)
             text = "job %r: generation %d ends, and %d begins"
@@ -530,95 +397,75 @@ class Engine:
         if len(job.members) == job.world_size:
             self._say("job %r: all %d ranks are here", job.name, job.world_size, job=job.name)
         job.forget()  # it may have finished what the others have, too
-        sends += [self._loss(job, member, loss) for loss in job.losses.values()]
+        actions += [_loss(job, member, loss) for loss in job.losses.values()]
         if earlier is not None:
-            sends += self._supersede(earlier, header)
-        return sends
+            actions += self._supersede(earlier, header)
+        return actions + self._serving(job)
 
-    def _ticket(self, peer: bytes, features: int) -> str:
-        """Return what a new member's further connections have to show, if it may have some."""
-        if not features & (Feature.STREAMS | Feature.RESUME):
-            return ""
-        return self._members.give_ticket(peer, resumes=bool(features & Feature.RESUME))
+    def _serving(self, job: Job) -> list[Action]:
+        """Have the loop serve a job in which all is well, and no other, from now on."""
+        if job.served == job.healthy:
+            return []
+        job.served = job.healthy
+        return [Serve(job) if job.served else Dismiss(job)]
 
-    def _tie(self, peer: bytes, payload: Buffer, key: str) -> list[Send]:
-        """Make a peer a further stream of a member.
+    def _attach(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Action]:
+        """Make a peer a further stream of a member; if it is refused, the link goes on without."""
+        job, member, said = self._shown(peer, header, payload, key)
+        self.members.attach(job, member, said.number, peer)
+        return [Attach(member.peer, peer), Send(peer, Header(MessageType.STREAM).pack(), None)]
 
-        Raises:
-            ReductionError: it is refused, and the link goes on without it.
-        """
-        main, stream = self._shown(MessageType.STREAM, peer, payload)
-        self._members.tie(peer, main, stream.number, key)
-        return [Send(peer, Header(MessageType.STREAM).pack(), None)]
-
-    def _resume(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Send]:
-        """Have a member's connection go on over that of a peer, who is a stranger.
-
-        Raises:
-            ReductionError: it is refused.
-        """
-        main, stream = self._shown(MessageType.RESUME, peer, payload, header.offset)
-        broken = self._members.stream(main, stream.number, key)
-        if self._secret and not self._members.is_new_attempt(main, stream):
-            raise AuthError("this RESUME, or a later one, was said before")
-        self._resumed.append((broken, peer, header.offset))
-        return []
+    def _resume(self, peer: bytes, header: Header, payload: Buffer, key: str) -> list[Action]:
+        """Have a member's connection go on over that of a peer, who is a stranger."""
+        job, member, said = self._shown(peer, header, payload, key)
+        link, secret = job.links[member.rank], self._admission.secret
+        broken = link.resumed(said, once=bool(secret))
+        return [Resume(broken, peer, header.offset)]
 
     def _shown(
-        self, kind: MessageType, peer: bytes, payload: Buffer, offset: int = 0
-    ) -> tuple[bytes, Stream]:
-        """Return the member's peer whose ticket a STREAM or RESUME shows, and what that says."""
-        joins = any(peer == contest.peer for contest in self._contests)
-        if joins or self._members.find(self._members.main(peer)) is not None:
-            raise RemoteProtocolError(f"{kind.name} is the first message of a connection")
-        stream = decode(Stream, payload)
-        main = self._members.ticket_holder(stream.ticket)
-        if main in self._unreachable:
+        self, peer: bytes, header: Header, payload: Buffer, key: str
+    ) -> tuple[Job, Member, Stream]:
+        """Return whose ticket a STREAM or RESUME shows, and what else that says."""
+        if peer in self._contests or self.members.find(peer) is not None:
+            raise RemoteProtocolError(f"{header.type.name} is the first message of a connection")
+        said = decode(Stream, payload)
+        job, member = self.members.shown(said, key)
+        if member.peer in self._unreachable:
             raise MembershipError("the first connection of that link has ended")
-        if self._secret:
-            said = (self._secret, stream.ticket, stream.number)
-            if kind is MessageType.STREAM:
-                expected = authentication.prove_stream(*said)
-            else:
-                expected = authentication.prove_resume(*said, stream.attempt, offset)
-            if not authentication.proves(stream.auth, expected):
-                raise AuthError(f"who says {kind.name} has to prove that it knows the secret")
-        return main, stream
+        self._admission.check_connection(header, said)
+        return job, member, said
 
     def _bar(self, job: Job, rank: int, error: MismatchError) -> list[Send]:
         """End what a job has in flight, if it lacks a rank of other settings, and tell all why."""
-        sends: list[Send] = []
         if not job.bar(rank, error):
-            return sends
+            return []
+        sends: list[Send] = []
         for sequence, round_ in job.rounds.live():
             sends += self._reductions.fail(job, sequence, round_, copy.copy(error))
         return sends + _to_all(job, error)
 
-    def _make_way(self, header: Header, hello: Hello) -> list[Send]:
+    def _make_way(self, header: Header, hello: Hello) -> list[Action]:
         """End the earlier life of a rank whose connection broke, as it comes back."""
-        job = self._members.jobs.get(header.job)
+        job = self.members.jobs.get(header.job)
         if job is None:
             return []
         whole = all(member.peer in self._unreachable for member in job.members.values())
+        dead: list[Member] = []
         if whole and job.hello.run and hello.run and job.hello.run != hello.run:
-            return [s for member in list(job.members.values()) for s in self._give_up(member.peer)]
-        holder = self._members.holder(header)
-        if holder is None or holder.peer not in self._unreachable:
-            return []
-        same = not is_another(job.processes[holder.rank], hello)
-        if same and header.watermark >= holder.watermark:
-            # It is alive, and has told the others in time, or will: nobody needs to fail.
-            del self._unreachable[holder.peer]
-            self._depart(holder.peer, self._lost(job, holder))
-            return []
-        # This is another process: the earlier one is dead, and so is its job if all are away.
-        dead = list(job.members.values()) if whole else [holder]
-        return [send for member in dead for send in self._give_up(member.peer)]
+            dead = list(job.members.values())
+        elif (holder := self.members.holder(header)) and holder.peer in self._unreachable:
+            same = not is_another(job.links[holder.rank].process, hello)
+            if same and header.watermark >= holder.watermark:
+                # It is alive, and has told the others in time, or will: nobody needs to fail.
+                return self._depart(job, holder, self._lost(job, holder))
+            # This is another process: the earlier one is dead, and so is its job if all are away.
+            dead = list(job.members.values()) if whole else [holder]
+        return [action for member in dead for action in self._give_up(member.peer)]
 
     def _credit(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
         """Answer a member that asks for a larger window."""
         del payload
-        self._members.extend(job, member, header.window)
+        self.members.quotas.extend(job, member, header.window)
         granted = Header(MessageType.CREDIT, window=member.window)
         return [Send(member.peer, granted.pack(), None)]
 
@@ -634,85 +481,78 @@ class Engine:
             return []
         job.losses[loss.reducer] = loss
         if known is None or loss.epoch > known.epoch:  # every rank may have one more stage of it
-            self._say_loss(job, member, loss)
-        others = [other for other in job.members.values() if other is not member]
-        return [self._loss(job, other, loss) for other in others]
-
-    def _say_loss(self, job: Job, member: Member, loss: Loss) -> None:
-        what = f"reducer {loss.reducer} (of 0 to {job.hello.reducers - 1}), and goes on without it"
-        if loss.reducer == ALL_REDUCERS:
             what = "all reducers, and begins anew"
-        rank = member.rank
-        self._say("job %r: rank %d has lost %s", job.name, rank, what, job=job.name, rank=rank)
+            if loss.reducer != ALL_REDUCERS:
+                last = job.hello.reducers - 1
+                what = f"reducer {loss.reducer} (of 0 to {last}), and goes on without it"
+            rank = member.rank
+            self._say("job %r: rank %d has lost %s", job.name, rank, what, job=job.name, rank=rank)
+        others = [other for other in job.members.values() if other is not member]
+        return [_loss(job, other, loss) for other in others]
 
-    def _loss(self, job: Job, member: Member, loss: Loss) -> Send:
-        frame = Header(MessageType.SHARD_MAP, job=job.key, generation=job.generation).pack()
-        return Send(member.peer, frame, encode(loss))
+    def _decide(self, due: Callable[[JoinRequest, float], bool]) -> list[Action]:
+        """End contests: who is still a member keeps its rank, and others are refused."""
+        decided = [request for request, at in self._contests.values() if due(request, at)]
+        for request in decided:
+            del self._contests[request.peer]
+        return [action for request in decided for action in self._join(request)]
 
-    def _settle_contests(self, job: Job, lost: Member) -> list[Send]:
-        return self._decide(lambda c: (c.header.job, c.header.rank) == (job.key, lost.rank))
-
-    def _decide(self, due: Callable[[RankContest], bool]) -> list[Send]:
-        decided = [contest for contest in self._contests if due(contest)]
-        self._contests = [contest for contest in self._contests if not due(contest)]
-        sends: list[Send] = []
-        for contest in decided:
-            sends += self._join(*contest.said)
-        return sends
-
-    def _supersede(self, job: Job, header: Header) -> list[Send]:
+    def _supersede(self, job: Job, header: Header) -> list[Action]:
         error = StaleGenerationError(
             f"job {job.name!r} moved on to generation {header.generation}",
             generation=job.generation,
             current=header.generation,
         )
-        return _to_all(job, error)
+        told = _to_all(job, error)
+        job.members.clear()
+        return [*told, *self._serving(job)]
 
-    def _goodbye(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
-        del job, header, payload
+    def _goodbye(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Action]:
+        del header, payload
         rank = member.rank
-        return self._leave(member.peer, RankLostError(f"rank {rank} left the job", rank=rank))
+        return self._leave(job, member, RankLostError(f"rank {rank} left the job", rank=rank))
 
-    def _give_up(self, peer: bytes) -> list[Send]:
+    def _give_up(self, peer: bytes) -> list[Action]:
         """End the part of a peer whose connection broke and who did not come back."""
         del self._unreachable[peer]
-        found = self._members.find(peer)
-        return [] if found is None else self._leave(peer, self._lost(*found))
+        found = self.members.find(peer)
+        return [] if found is None else self._leave(*found, self._lost(*found))
 
     def _lost(self, job: Job, member: Member) -> RankLostError:
         """Say who is lost, and how that was found out."""
         rank, heard = member.rank, self._heard.get(member.peer)
-        where = f" on {job.host_names[rank]}" if job.host_names[rank] else ""
+        host_name = job.links[rank].host_name
+        where = f" on {host_name}" if host_name else ""
         silent = "" if heard is None else f": {no_heartbeat(self._now - heard)}"
         why = f"rank {rank}{where} died or cannot be reached{silent}"
         return RankLostError(why, rank=rank)
 
-    def _leave(self, peer: bytes, reason: RankLostError) -> list[Send]:
-        """Take a peer out of its job, and fail the rounds that need it."""
-        found = self._depart(peer, reason)
-        if found is None:
-            return []
-        job, member = found
+    def _leave(self, job: Job, member: Member, reason: RankLostError) -> list[Action]:
+        """Take a member out of its job, and fail the rounds that need it."""
+        actions = self._depart(job, member, reason)
         last = "" if job.members else ", the last one"
         self._say("job %r: %s%s", job.name, reason, last, job=job.name, rank=member.rank)
-        sends: list[Send] = []
         for sequence, round_ in job.rounds.waiting_for(member.rank):
-            sends += self._reductions.fail(job, sequence, round_, reason)
-        return sends
+            actions += self._reductions.fail(job, sequence, round_, reason)
+        return actions
 
-    def _depart(self, peer: bytes, reason: RankLostError) -> tuple[Job, Member] | None:
-        self._unreachable.pop(peer, None)
-        self._heard.pop(peer, None)
-        found = self._members.leave(peer, reason)
-        if found is not None:
-            job, member = found
-            job.rounds.leave(member.rank, reason)
-        return found
+    def _depart(self, job: Job, member: Member, reason: RankLostError) -> list[Action]:
+        """Take a member out of its job."""
+        self._unreachable.pop(member.peer, None)
+        self._heard.pop(member.peer, None)
+        self.members.leave(job, member, reason)
+        job.rounds.leave(member.rank, reason)
+        return self._serving(job)
 
 
-def _order(loss: Loss) -> tuple[int, int, int]:
-    """Return what is greater for a loss that is news."""
-    return loss.epoch, loss.stage, loss.sequence
+def _error(peer: bytes, error: ReductionError) -> Send:
+    """Tell a peer of an error of its own."""
+    return Send(peer, Header(MessageType.ERROR).pack(), encode_error(error))
+
+
+def _loss(job: Job, member: Member, loss: Loss) -> Send:
+    frame = Header(MessageType.SHARD_MAP, job=job.key, generation=job.generation).pack()
+    return Send(member.peer, frame, encode(loss))
 
 
 def _to_all(job: Job, error: ReductionError) -> list[Send]:

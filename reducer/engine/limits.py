@@ -28,10 +28,7 @@ class Limits(NamedTuple):
     """What `Membership` admits; the settings of the same names are in `reducer.config`.
 
     Attributes:
-        max_jobs: how many there may be.
-        max_ranks: the largest world size.
-        max_chunk_bytes: the largest chunk that a job may agree on.
-        max_jobs_per_key: how many of them may be of one key.
+        max_jobs_per_key: how many jobs of one key there may be.
         job_memory_limit: bytes that one job may reserve, or all jobs of one key; all there are if
             None.
         max_rounds: all-reduces that one job may have here, or all jobs of one key.

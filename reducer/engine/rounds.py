@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
+from reducer.engine.actions import Send
 from reducer.engine.slots import (
     LATENESS_BYTES,
     PLACE_BYTES,
@@ -48,19 +49,12 @@ from reducer.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from reducer.engine.jobs import Job
+    from reducer.engine.quotas import Quotas
     from reducer.engine.slots import Member, Round, Slot
     from reducer.kernels import Kernels
-
-
-class Send(NamedTuple):
-    """The one thing an engine asks for: hand this message to that peer."""
-
-    peer: bytes
-    header: bytes
-    payload: Buffer | np.ndarray | None
 
 
 @dataclass(slots=True)
@@ -91,33 +85,21 @@ class Counters:
 
 
 class Reductions:
-    """The all-reduces of all jobs.
-
-    Args:
-        kernels: what sums.
-        grow: sets aside more memory for a job's records, or raises `CapacityError`.
-        grant: lets a job begin more rounds, or raises `CapacityError`.
+    """The all-reduces of all jobs. A message that is refused concerns its sender alone.
 
     Attributes:
         counters: what was done since the start.
         closed: why new rounds are refused, or None.
     """
 
-    def __init__(
-        self, kernels: Kernels, grow: Callable[[Job, int], None], grant: Callable[[Job], None]
-    ) -> None:
+    def __init__(self, kernels: Kernels, quotas: Quotas) -> None:
         self.kernels = kernels
-        self._grow = grow
-        self._grant = grant
+        self._quotas = quotas
         self.counters = Counters()
         self.closed: ReductionError | None = None
 
     def contribution(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
-        """Take a member's CONTRIBUTION.
-
-        Raises:
-            ReductionError: it is refused, and concerns its sender alone.
-        """
+        """Take a member's CONTRIBUTION."""
         check_chunk(header, len(payload), job.max_chunk_bytes)
         _check_sequence(header, member)
         self._advance(job, member, header.watermark)
@@ -128,11 +110,7 @@ class Reductions:
         return ended + self._offer(job, member, header, payload)
 
     def retained(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
-        """Take a member's RETAINED: it holds a chunk's result, or sends the one it was asked for.
-
-        Raises:
-            ReductionError: it is refused, and concerns its sender alone.
-        """
+        """Take a member's RETAINED: it holds a chunk's result, or sends one that was asked for."""
         check_chunk(header, len(payload) or header.nbytes, job.max_chunk_bytes)
         _check_sequence(header, member)
         self._advance(job, member, header.watermark)
@@ -192,7 +170,7 @@ class Reductions:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
             if len(job.rounds) >= job.rounds.most:
-                self._grant(job)
+                self._quotas.grant(job)
             each = RANK_BYTES + (0 if job.rounds.taken() else LATENESS_BYTES)
             self._make_room(job, ROUND_BYTES + job.world_size * each)
             # That of an ABORT says which epoch its sender was in: for the question before the call.
@@ -210,7 +188,7 @@ class Reductions:
         held = sum(member.held for member in job.members.values())
         more = held + job.rounds.taken() + nbytes - job.rounds.reserved
         if more > 0:
-            self._grow(job, more)
+            self._quotas.grow(job, more)
 
     def _place(
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer | None
@@ -275,11 +253,7 @@ class Reductions:
         return [Send(member.peer, frame, result) for member in members[turn:] + members[:turn]]
 
     def abort(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
-        """Take a member's ABORT.
-
-        Raises:
-            ReductionError: it is refused, and concerns its sender alone.
-        """
+        """Take a member's ABORT."""
         if header.sequence == NO_SEQUENCE:
             raise RemoteProtocolError("ABORT needs a sequence number")
         error = decode_error(payload, header.sequence)
@@ -392,7 +366,7 @@ def _without_sender(header: Header) -> Header:
 
 def _check_window(job: Job, member: Member, header: Header) -> None:
     # An ABORT that has made room comes over the first connection of a link, and may be overtaken.
-    windows = 2 if member.rank in job.streaming else 1
+    windows = 2 if len(job.links[member.rank].peers) > 1 else 1
     if member.held + charge(header.nbytes) > windows * member.window + job.spare:
         raise CapacityError(
             f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
@@ -407,13 +381,10 @@ def _check_sequence(header: Header, member: Member) -> None:
 
 
 def _check_presence(job: Job) -> None:
-    """Refuse to open a slot that could never be completed.
+    """Refuse to open a slot that could never be completed, as a rank is lost.
 
     A rank that came back contributes to no round from before; but it lives, and the others will
     leave this reducer as well.
-
-    Raises:
-        RankLostError: a rank is lost.
     """
     for _, reason in job.lost.values():
         raise reason

@@ -190,12 +190,13 @@ def look(engine: Engine, connections: int, port: int) -> LaneStatus:
         )
         for job in engine.jobs
     )
+    quotas = engine.members.quotas
     return LaneStatus(
         port=port,
         answers=True,
         members=sum(job.present for job in jobs),
         jobs=len(jobs),
-        memory=Memory(engine.memory_limit, engine.reserved(), engine.held()),
+        memory=Memory(quotas.memory_limit, quotas.reserved(), engine.held()),
         counters=asdict(engine.counters),
         connections=connections,
         known=jobs,

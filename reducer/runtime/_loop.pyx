@@ -23,6 +23,8 @@ from reducer.engine._slots cimport (
     map_free,
     map_get,
     map_put,
+    map_remove,
+    member_t,
     peer_key,
     rounds,
 )
@@ -44,9 +46,9 @@ import sys
 import time
 
 from reducer.clock import ServingTime
+from reducer.engine.actions import Attach, Close, Dismiss, Resume, Send, Serve, Trust
 from reducer.engine.allow_list import LOCAL
 from reducer.engine.limits import TAKEN_PER_LOOK
-from reducer.engine.rounds import Send
 from reducer.wire.constants import TYPE_AT, MessageType
 from reducer.wire.header import Header
 
@@ -141,12 +143,6 @@ cdef uint64_t key_of(bytes peer):
     return peer_key(PyBytes_AsString(peer), len(peer))
 
 
-cdef bint share(map *values, uint64_t key, uint64_t other) noexcept:
-    """Let a map find a key's value under another key as well; False: there is no memory."""
-    cdef void *value = map_get(values, key)
-    return value == NULL or map_put(values, other, value)
-
-
 cdef class Sockets:
     """The connections of one thread, and what is read from them and sent; one thread uses it.
 
@@ -217,8 +213,6 @@ cdef class Sockets:
         """Send a message; False if that peer has no connection any more."""
         cdef const unsigned char[::1] body
         cdef uint64_t key = key_of(peer)
-        if header[TYPE_AT] == MessageType.WELCOME:
-            loop_trust(&self.its, key)
         if payload is None:
             return loop_send(&self.its, key, PyBytes_AsString(header), NULL, 0)
         body = memoryview(payload).cast("B")
@@ -266,76 +260,91 @@ cdef class Core:
     cdef loop_t *its
     cdef CompiledKernels _kernels
     cdef object _engine
-    cdef list _served  # (rounds, members, job) of the jobs in which every rank is here
-    cdef object _arranged  # the engine's count of changes when that was found
+    cdef dict _served  # (rounds, members) by the job that is served
     cdef object _transport
 
     def __cinit__(self, engine, transport=None):
         self._engine = engine
         self._transport = transport
         self._kernels = engine.kernels
-        self._served = []
+        self._served = {}
         self._sockets = Sockets() if transport is None else transport.sockets
         self.its = &self._sockets.its
         self.its.kernels = self._kernels.table
-        self.arrange()
 
     def __dealloc__(self):
         cdef Rounds within
         if self._sockets is None:
             return
-        for within, _, _ in self._served:
+        for within, _ in self._served.values():
             within.dismiss()
         map_free(&self.its.members)
         map_free(&self.its.rounds)
 
-    cdef arrange(self):
-        """Find out whom to serve; to be called whenever the engine has done something."""
-        cdef Rounds within
-        cdef Member member
-        cdef uint64_t key
-        for peer in self._engine.newly_resumable():
-            self.keep(key_of(peer))
-        for peer, fresh, peer_read in self._engine.newly_resumed():
-            loop_splice(self.its, key_of(peer), key_of(fresh), peer_read,
+    def perform(self, action):
+        """Do what the engine asks for, but to send and to close."""
+        if isinstance(action, Serve):
+            return self.serve(action.job)
+        if isinstance(action, Dismiss):
+            return self.dismiss(action.job)
+        cdef uint64_t key = key_of(action.peer)
+        if isinstance(action, Trust):
+            loop_trust(self.its, key)
+            if action.resumes:
+                self.keep(key)
+        elif isinstance(action, Attach):
+            self.attach(key, key_of(action.stream))
+        elif isinstance(action, Resume):
+            loop_splice(self.its, key, key_of(action.fresh), action.read,
                         <const header_t *>PyBytes_AsString(_RESUMED))
-        for peer in self._engine.contested():
-            loop_give_up(self.its, key_of(peer))
-        for stream, peer in self._engine.newly_tied():
-            loop_tie(self.its, key_of(peer), key_of(stream))
-            if not (
-                share(&self.its.members, key_of(peer), key_of(stream))
-                and share(&self.its.rounds, key_of(peer), key_of(stream))
-            ):
-                raise MemoryError
-        for within, _, _ in self._served:
-            within.rest()
-        if self._arranged == self._engine.changes:
-            return
-        for within, _, _ in self._served:
-            within.dismiss()
-        map_free(&self.its.members)
-        map_free(&self.its.rounds)
-        before = {job for _, _, job in self._served}
-        self._served = [
-            (job.rounds, list(job.members.values()), job)
-            for job in self._engine.jobs
-            if job.healthy
+        else:
+            loop_give_up(self.its, key)
+
+    cdef serve(self, job):
+        """Take a job's contributions: every rank is here."""
+        cdef Rounds within = job.rounds
+        cdef Member member
+        members = list(job.members.values())
+        self._served[job] = within, members
+        within.rest()
+        within.admit(members, job, &self.its.pool)
+        for member in members:
+            for peer in (member.peer, *self._engine.members.streams(member.peer)):
+                self.put(key_of(peer), &member.its, &within.its)
+
+    cdef dismiss(self, job):
+        """Leave a job's contributions to the engine again."""
+        cdef Rounds within = self._served.pop(job)[0]
+        cdef map *found = &self.its.rounds
+        within.dismiss()
+        keys = [
+            found.entries[at].key
+            for at in range(found.mask + 1 if found.count else 0)
+            if found.entries[at].value == &within.its
         ]
-        for within, members, job in self._served:
+        for key in keys:
+            map_remove(&self.its.members, key)
+            map_remove(found, key)
+        loop_release_memory(self.its)
+
+    cdef attach(self, uint64_t key, uint64_t stream):
+        """Have a further stream be served as its member is."""
+        loop_tie(self.its, key, stream)
+        cdef member_t *member = <member_t *>map_get(&self.its.members, key)
+        if member != NULL:
+            self.put(stream, member, <rounds *>map_get(&self.its.rounds, key))
+
+    cdef put(self, uint64_t key, member_t *member, rounds *within):
+        if key and not (
+            map_put(&self.its.members, key, member) and map_put(&self.its.rounds, key, within)
+        ):
+            raise MemoryError
+
+    cdef rest(self):
+        """Let go of what the engine has looked at."""
+        cdef Rounds within
+        for within, _ in self._served.values():
             within.rest()
-            within.admit(members, job, &self.its.pool)
-            for member in members:
-                for peer in (member.peer, *self._engine.streams(member.peer)):
-                    key = key_of(peer)
-                    if key and not (
-                        map_put(&self.its.members, key, &member.its)
-                        and map_put(&self.its.rounds, key, &within.its)
-                    ):
-                        raise MemoryError
-        if before - {job for _, _, job in self._served}:
-            loop_release_memory(self.its)
-        self._arranged = self._engine.changes
 
     cdef keep(self, uint64_t key):
         """Keep a member's connection when its socket breaks, for a while."""
@@ -352,7 +361,7 @@ cdef class Core:
         cdef header_t header
         cdef block *result
         cdef rounds *within
-        self.arrange()
+        self.rest()
         cdef block *message = block_take(&self.its.pool, len(payload))
         if message == NULL:
             raise MemoryError
@@ -374,7 +383,7 @@ cdef class Core:
         header_frame = (<char *>&header)[:HEADER_BYTES]
         return [
             Send(member.peer, header_frame, reduction)
-            for served, members, _ in self._served
+            for served, members in self._served.values()
             for member in members
             if &(<Rounds>served).its is within
         ]
@@ -423,12 +432,12 @@ cdef class Core:
         return [key.to_bytes(8, "little")[:ID_BYTES] for key in sorted(lost)]
 
     def run(self, timeout_s):
-        """Serve for some time; yield what is to be sent besides."""
+        """Serve for some time; yield what the engine asks for."""
         cdef loop_event event
         cdef long timeout_ms = <long>(timeout_s * 1000)
         until = time.monotonic() + timeout_s
         while timeout_ms >= 0:
-            self.arrange()
+            self.rest()
             with nogil:
                 event = loop_run(self.its, timeout_ms)
             self.count()
@@ -464,15 +473,16 @@ cdef class Core:
 
 
 class Loop:
-    """Joins one engine and one transport. One thread uses it.
+    """Joins one engine, one transport and its guard. One thread uses it.
 
     Attributes:
         clock: by which peers are late.
     """
 
-    def __init__(self, engine, transport):
+    def __init__(self, engine, transport, guard):
         self._engine = engine
         self._transport = transport
+        self._guard = guard
         self._core = Core(engine, transport)
         self.clock = ServingTime(time.monotonic)
 
@@ -482,18 +492,22 @@ class Loop:
         Until then some messages are taken all the same: the guard counts on that. Then the engine
         sees the clock.
         """
-        for number, sends in enumerate(self._core.run(timeout_s), 1):
-            self.send(sends)
-            if self._engine.closing and number >= TAKEN_PER_LOOK:
+        for number, actions in enumerate(self._core.run(timeout_s), 1):
+            self.do(actions)
+            if self._guard.closing and number >= TAKEN_PER_LOOK:
                 break
-        self.send(self._engine.tick(self.clock.now()))
+        self.do(self._engine.tick(self.clock.now()))
 
-    def send(self, sends):
-        """Send what the engine asks for; it hears of peers that turn out to be gone."""
+    def do(self, actions):
+        """Do what the engine asks for; it hears of peers that turn out to be gone."""
         # In the engine's order, also when a thousand ranks turn out to be gone at once.
-        while sends:
+        while actions:
             further = []
-            for send in sends:
-                if not self._transport.send(*send):
-                    further += self._engine.unreachable(send.peer)
-            sends = further
+            for action in actions:
+                if isinstance(action, Close):
+                    self._guard.close(action.peer)
+                elif not isinstance(action, Send):
+                    self._core.perform(action)
+                elif not self._transport.send(*action):
+                    further += self._engine.unreachable(action.peer)
+            actions = further

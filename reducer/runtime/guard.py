@@ -14,15 +14,16 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from reducer.clock import is_lost
+from reducer.engine.actions import Close
 from reducer.errors import CapacityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, KeysView
 
+    from reducer.engine.actions import Action
     from reducer.engine.engine import Engine
     from reducer.engine.jobs import Job
     from reducer.engine.limits import Patience
-    from reducer.engine.rounds import Send
     from reducer.engine.slots import Member
     from reducer.runtime.transport import Line, Load, Transport
 
@@ -86,7 +87,8 @@ class Guard:
         self._strangers: OrderedDict[int, Connection] = OrderedDict()  # to stay, by `since`
         self._turns: OrderedDict[int, None] = OrderedDict()  # theirs: whose load is asked for next
         self._members: set[int] = set()  # at the latest look
-        self._farewells: dict[bytes, float] = {}  # peers that were dropped: when to close
+        self._closing: list[bytes] = []  # peers that were dropped since the last look
+        self._farewells: dict[bytes, float] = {}  # earlier ones: when to close
         self._looks = 0
         self._soon = False
         self._log = logging.getLogger(__name__)
@@ -97,35 +99,45 @@ class Guard:
         return len(self._connections) - self._leaving
 
     @property
+    def closing(self) -> bool:
+        """Whether there are peers to close that it has yet to look at."""
+        return bool(self._closing)
+
+    def close(self, peer: bytes) -> None:
+        """Close a peer's connections when it has had time to read why it was dropped."""
+        self._closing.append(peer)
+
+    @property
     def wait_s(self) -> float:
         """How long the reducer may serve before the next look."""
         return LOOK_SOON_S if self._soon else LOOK_S
 
-    def look(self, now: float) -> list[Send]:
+    def look(self, now: float) -> list[Action]:
         """End what is out of bounds.
 
         Args:
             now: seconds of a monotonic clock that stands still while this thread does not run.
 
         Returns:
-            What is to be said about that.
+            What is to be done about that besides.
         """
         self._looks += 1
         self._hear(now)
         members: dict[int, Member] = {}
-        sends: list[Send] = []
+        actions: list[Action] = []
         held = 0
         jobs = list(self._engine.jobs)
         every = 1 + len(self._connections) // MEMBERS_PER_LOOK
         for job in jobs:
             most, found = self._of_job(job, members, every, now)
             held = max(held, found)
-            sends += most
+            actions += most
+        self._closing += (action.peer for action in actions if isinstance(action, Close))
         self._part(members.keys())
         self._dismiss(now)
         self._judge(now)
         self._soon = bool(self._strangers) or held > 2 * SLACK_BYTES
-        return sends
+        return [action for action in actions if not isinstance(action, Close)]
 
     def _hear(self, now: float) -> None:
         """Learn which connections have come and gone."""
@@ -160,7 +172,7 @@ class Guard:
 
     def _of_job(
         self, job: Job, members: dict[int, Member], every: int, now: float
-    ) -> tuple[list[Send], int]:
+    ) -> tuple[list[Action], int]:
         """Find out what is held for a job; drop who has most if that is too much.
 
         Args:
@@ -170,7 +182,7 @@ class Guard:
             now: the clock that `look` was given.
 
         Returns:
-            What is to be said, and the most that any member makes this reducer hold besides slots,
+            What is to be done, and the most that any member makes this reducer hold besides slots,
             which its window bounds.
         """
         held: dict[bytes, int] = {}
@@ -191,10 +203,10 @@ class Guard:
             held[member.peer] = held.get(member.peer, member.held) + connection.held
             beside = max(beside, connection.held)
         allowed += len(held) * SLACK_BYTES
-        sends: list[Send] = []
+        actions: list[Action] = []
         for member, connection, silent_s in silent:
             self._hang_up(connection)
-            sends += self._engine.silent(member.peer, silent_s)
+            actions += self._engine.silent(member.peer, silent_s)
         if not silent and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
             its = [one for _, one, member in self._connected(job) if member is worst]
@@ -205,13 +217,13 @@ class Guard:
             if sum(held.values()) > allowed:
                 error = _hoards(job, worst, held[worst.peer])
                 self._log.warning("%s", error)
-                sends += self._engine.drop(worst.peer, error)
-        return sends, beside
+                actions += self._engine.drop(worst.peer, error)
+        return actions, beside
 
     def _connected(self, job: Job) -> Iterator[tuple[int, Connection, Member]]:
         """Return the connections of a job's members, those of further streams as well."""
         for member in job.members.values():
-            for peer in (member.peer, *self._engine.streams(member.peer)):
+            for peer in (member.peer, *self._engine.members.streams(member.peer)):
                 number = self._transport.connection(peer)
                 connection = self._connections.get(number)
                 if connection is not None:
@@ -256,7 +268,8 @@ class Guard:
 
     def _dismiss(self, now: float) -> None:
         """End the connections of peers that the engine has dropped and that know why."""
-        for peer in self._engine.newly_dropped():
+        closing, self._closing = self._closing, []
+        for peer in closing:
             self._farewells[peer] = now + FAREWELL_S
             connection = self._connections.get(self._transport.connection(peer))
             load = connection and connection.line.load(now)

@@ -112,8 +112,8 @@ class Network:
         old = self.peer(rank, index)
         self.lives[rank, index] += 1
         self.cut_off.add((rank, index))
-        engine = self.engines[index]
-        self.notice(lambda: self.pass_on(index, engine.unreachable(old)), at_once)
+        served = self.served[index]
+        self.notice(lambda: self.pass_on(index, served.engine.unreachable(old), served), at_once)
 
     def end_if_left(self, rank, index):
         """End the connection of a rank that has left when all that it said has arrived."""
@@ -198,8 +198,8 @@ class Network:
         for rank, worker in enumerate(self.workers):
             if worker.present:
                 self.do(rank, worker.session.tick(self.now))
-        for index, engine in enumerate(self.engines):
-            self.pass_on(index, engine.tick(self.now))
+        for index, served in enumerate(self.served):
+            self.pass_on(index, served.engine.tick(self.now))
 
     def do(self, rank, actions):
         worker = self.workers[rank]
@@ -224,8 +224,8 @@ class Network:
         payload = b"" if send.payload is None else bytes(send.payload)
         self.up[rank, send.link].append((send.header, payload))
 
-    def pass_on(self, index, sends):
-        for send in sends:
+    def pass_on(self, index, actions, served=None):
+        for send in (served or self.served[index]).perform(actions):
             rank = int(send.peer.split(b"/")[0])
             if send.peer != self.peer(rank, index) or (rank, index) in self.cut_off:
                 self.pass_on(index, self.engines[index].unreachable(send.peer))

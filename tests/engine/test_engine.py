@@ -53,11 +53,11 @@ def test_the_fold_is_in_rank_order(implementation):
     ],
 )
 def test_what_breaks_the_protocol_concerns_its_sender_alone(reducer, frame, payload):
-    (send,) = reducer.engine.receive(b"0", frame, payload)
+    (send,) = reducer.served.receive(b"0", frame, payload)
     assert send.peer == b"0"
     assert isinstance(told([send])[b"0"], RemoteProtocolError)
     assert reducer.engine.counters.refused == 1
-    assert reducer.engine.newly_dropped() == [b"0"]
+    assert reducer.dropped() == [b"0"]
     assert kinds(reducer.hello(0, peer=b"a new connection")) == [M.WELCOME]
 
 

@@ -21,7 +21,7 @@ def test_the_log_is_not_filled(reducer, caplog):
     caplog.set_level("INFO")
     reducer.tick()
     for peer in range(100):
-        assert kinds(reducer.engine.receive(b"peer %d" % peer, b"", b"")) == [M.ERROR]
+        assert kinds(reducer.served.receive(b"peer %d" % peer, b"", b"")) == [M.ERROR]
     reducer.now += REFUSALS_S
     reducer.tick()
     assert len(caplog.records) == MAX_LINES + 1

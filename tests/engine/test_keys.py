@@ -99,7 +99,7 @@ def test_a_name_with_another_ones_fingerprint_is_refused(implementation, monkeyp
     guarded = Reducer(implementation)
     guarded.engine.allow(TWO_KEYS)
     guarded.hello(0, "key-1")
-    monkeypatch.setattr("reducer.engine.jobs.fingerprint", lambda _: fingerprint("job"))
+    monkeypatch.setattr("reducer.engine.membership.fingerprint", lambda _: fingerprint("job"))
     (found,) = told(guarded.hello(1, "key-2", job="other", claims="job")).values()
     assert isinstance(found, RemoteProtocolError)
     assert "not the one that the body names" in str(found)

@@ -5,6 +5,7 @@ import struct
 
 import pytest
 
+from reducer.engine.actions import GiveUp, Resume, Trust
 from reducer.errors import AuthError, MembershipError, RemoteProtocolError
 from reducer.wire import authentication
 from reducer.wire.constants import COMPILED_FEATURES, FAR_S, Feature
@@ -21,7 +22,12 @@ SECRET = b"s" * 32
 
 def resume(reducer, peer, ticket, number=0, *, key="", auth="", attempt=0):
     body = encode(Stream(ticket, number, auth, attempt))
-    return reducer.engine.receive(peer, Header(M.RESUME, offset=77).pack(), body, key)
+    return reducer.served.receive(peer, Header(M.RESUME, offset=77).pack(), body, key)
+
+
+def resumed(reducer):
+    """Connections that were to go on over others since this was asked last."""
+    return reducer.served.asked_for(Resume)
 
 
 @pytest.fixture
@@ -41,10 +47,9 @@ def two_ranks(secret):
 
 def test_who_asks_for_it_may(two):
     reducer, ticket = two
-    assert reducer.engine.newly_resumable() == [b"0"]
+    assert reducer.served.asked_for(Trust) == [(b"0", True), (b"1", False)]
     assert resume(reducer, b"x", ticket) == resume(reducer, b"y", ticket, 1) == []
-    assert reducer.engine.newly_resumed() == [(b"0", b"x", 77), (b"0b", b"y", 77)]
-    assert reducer.engine.newly_resumed() == reducer.engine.newly_resumable() == []
+    assert resumed(reducer) == [(b"0", b"x", 77), (b"0b", b"y", 77)]
 
 
 def test_what_is_refused(two):
@@ -53,16 +58,16 @@ def test_what_is_refused(two):
         peer = b"x%d" % number
         assert isinstance(refusal(resume(reducer, peer, shown, at), peer), MembershipError)
     assert isinstance(refusal(resume(reducer, b"1", ticket), b"1"), RemoteProtocolError)
-    assert reducer.engine.newly_dropped() == [b"1"]
+    assert reducer.dropped() == [b"1"]
     assert isinstance(refusal(resume(reducer, b"0b", ticket), b"0"), RemoteProtocolError)
-    assert reducer.engine.newly_resumed() == []
+    assert resumed(reducer) == []
 
 
 def test_a_connection_that_was_given_up(two):
     reducer, ticket = two
     reducer.engine.unreachable(b"0")
     assert isinstance(refusal(resume(reducer, b"x", ticket), b"x"), MembershipError)
-    assert reducer.engine.newly_resumed() == []
+    assert resumed(reducer) == []
 
 
 def test_who_goes_on_shows_the_key_of_the_link():
@@ -99,22 +104,26 @@ def test_a_proof_that_was_overheard_is_good_for_nothing():
         return resume(reducer, peer, ticket, number, auth=auth, attempt=attempt)
 
     assert said(b"x", 0, 2) == said(b"y", 1, 1) == []
-    resumed = reducer.engine.newly_resumed()
-    assert resumed == [(b"0", b"x", 77), (b"0b", b"y", 77)]
+    assert resumed(reducer) == [(b"0", b"x", 77), (b"0b", b"y", 77)]
     for number, attempt in enumerate([2, 1, 0]):  # again, a late one, and one without a number
         peer = b"z%d" % number
         refused = refusal(said(peer, 0, attempt), peer)
         assert isinstance(refused, AuthError)
         assert "was said before" in str(refused)
-    assert reducer.engine.newly_resumed() == [], "the healthy connection is left alone"
+    assert resumed(reducer) == [], "the healthy connection is left alone"
     assert said(b"w", 0, 3) == []
 
 
 def test_a_rank_that_others_ask_for(two):
     reducer, _ = two
-    assert reducer.engine.contested() == []
+    reducer.tick()
+    assert reducer.served.asked_for(GiveUp) == []
     reducer.hello(0, peer=b"x", features=COMPILED_FEATURES)
-    assert reducer.engine.contested() == [b"0"]
+    reducer.tick()
+    assert reducer.served.asked_for(GiveUp) == [(b"0",), (b"0",)]
+    reducer.unreachable(b"0")
+    reducer.tick()
+    assert reducer.served.asked_for(GiveUp) == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from reducer.engine import engine
+from reducer.engine import admission
 from reducer.errors import AuthError
 from reducer.wire.constants import MessageType
 from reducer.wire.header import Header
@@ -111,7 +111,7 @@ def test_who_floods_a_reducer_with_hellos_locks_nobody_out(served):
     rank = a_rank()
     said = hello_of(rank)
     header, body = ask(served, said)
-    for number in range(engine.MAX_NONCES):  # and so it keeps no more
+    for number in range(admission.MAX_NONCES):  # and so it keeps no more
         ask(served, said, b"%d" % number)
     (again,) = rank.receive(0, header.pack(), body)
     header, body = ask(served, again)

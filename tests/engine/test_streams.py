@@ -59,7 +59,7 @@ def test_an_abort_that_makes_room_may_be_overtaken_if_there_are_streams(two, str
     for place in range(1, 1 + 2 * streams + 2 * spare // WINDOW):
         assert reducer.contribute(0, number(place), payload=half, peer=peer) == [], place
     assert kinds(reducer.contribute(0, number(4000), payload=half, peer=peer)) == [M.ERROR]
-    assert reducer.engine.newly_dropped() == [b"0"], "that is beyond any window"
+    assert reducer.dropped() == [b"0"], "that is beyond any window"
 
 
 SECRET = b"s" * 32
@@ -240,7 +240,7 @@ def test_a_link_has_no_more_streams_than_numbers(two):
         assert kinds(stream(reducer, b"0.%d" % at, ticket, at)) == [M.STREAM]
     with pytest.raises(RemoteProtocolError, match="number must be between 0 and 15"):
         Stream(ticket, MAX_STREAMS)
-    assert len(reducer.engine.streams(b"0")) == MAX_STREAMS - 1
+    assert len(reducer.engine.members.streams(b"0")) == MAX_STREAMS - 1
 
 
 def added(session, round_trip_s, ticket):

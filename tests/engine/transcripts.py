@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import pytest
 
 from reducer import errors
-from reducer.engine import engine
+from reducer.engine import admission, engine
 from reducer.engine.allow_list import LOCAL, AllowList
 from reducer.engine.limits import Limits
 from reducer.errors import CapacityError
@@ -38,7 +38,7 @@ from worker_client.protocol.operation import refused
 
 BODIES = {M.SHARD_MAP: Loss, M.PING: Stragglers, M.STRAGGLERS: Stragglers, M.WELCOME: Welcome}
 OF_HEADER = set(Header._fields) - {"rank"}
-KNOWN = (constants, messages, layout, engine, words)
+KNOWN = (constants, messages, layout, admission, engine, words)
 NAMES = {name: value for one in KNOWN for name, value in vars(one).items() if name.isupper()}
 NAMES |= {"DType": DType, "Feature": Feature, "ReduceOp": ReduceOp, "number": words.number}
 NAMES |= {"bytes": bytes, "range": range, "fingerprint": fingerprint}
@@ -51,7 +51,7 @@ STATES = {
         f"{name}={getattr(reducer.engine.counters, name)}"
         for name in (word.split("=")[0] for word in words)
     ],
-    "dropped": lambda reducer, _: [peer.decode() for peer in reducer.engine.newly_dropped()],
+    "dropped": lambda reducer, _: [peer.decode() for peer in reducer.dropped()],
     "given_up": lambda reducer, _: [len(job.given_up) for job in reducer.engine.jobs],
     "healthy": lambda reducer, _: [job.healthy for job in reducer.engine.jobs],
     "held": lambda reducer, _: [reducer.engine.held()],
@@ -64,11 +64,11 @@ STATES = {
         for sequence in job.rounds
         if job.rounds.get(sequence).open
     ],
-    "reserved": lambda reducer, _: [reducer.engine.reserved()],
+    "reserved": lambda reducer, _: [reducer.engine.members.quotas.reserved()],
     "rounds": lambda reducer, _: sorted(reducer.rounds()),
     "streams": lambda reducer, words: [
         words[0],
-        *(peer.decode() for peer in reducer.engine.streams(words[0].encode())),
+        *(peer.decode() for peer in reducer.engine.members.streams(words[0].encode())),
     ],
     "taken": lambda reducer, words: [reducer.served.taken if reducer.compiled else words[0]],
 }
@@ -76,12 +76,14 @@ STATES = {
 
 # What else may happen.
 EVENTS = {
-    "allow": lambda reducer, *listed: reducer.engine.allow(AllowList(jobs_of_keys(listed))),
+    "allow": lambda reducer, *listed: reducer.do(
+        reducer.engine.allow(AllowList(jobs_of_keys(listed)))
+    ),
     "close": lambda reducer: reducer.engine.close(),
-    "drain": lambda reducer: reducer.engine.drain(),
+    "drain": lambda reducer: reducer.do(reducer.engine.drain()),
     "lose": lambda reducer, *peers: to_each(reducer.lose, peers),
-    "stop_reading": lambda reducer, peer: reducer.engine.drop(peer.encode(), UNREAD),
-    "unreachable": lambda reducer, *peers: to_each(reducer.engine.unreachable, peers),
+    "stop_reading": lambda reducer, peer: reducer.do(reducer.engine.drop(peer.encode(), UNREAD)),
+    "unreachable": lambda reducer, *peers: to_each(reducer.unreachable, peers),
 }
 UNREAD = CapacityError("reads nothing", limit="window")
 
@@ -194,7 +196,7 @@ class Play:
             self.reducer.now = self.value(others[0]) + (event == "later") * self.reducer.now
             return self.reducer.tick()
         if event == "pings":  # the same; PINGs are said, too
-            return self.reducer.engine.tick(self.value(others[0]))
+            return self.reducer.do(self.reducer.engine.tick(self.value(others[0])))
         at = next(at for at, token in enumerate(tokens) if token in M.__members__)
         given, fields = self.arguments(tokens[at + 1 :])
         first = None if not given or isinstance(given[0], str) else given.pop(0)

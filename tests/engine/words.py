@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from reducer.engine.actions import Close
 from reducer.engine.allow_list import AllowList
 from reducer.engine.engine import AWAY_S
 from reducer.engine.limits import NO_LIMITS
@@ -79,13 +80,23 @@ class Reducer:
 
     def lose(self, peer):
         """A peer goes and does not come back in time."""
-        sends = self.engine.unreachable(peer)
+        sends = self.unreachable(peer)
         self.now += AWAY_S
         return sends + self.tick()
 
+    def do(self, actions):
+        return self.served.perform(actions)
+
+    def unreachable(self, peer):
+        return self.do(self.engine.unreachable(peer))
+
+    def dropped(self):
+        """Peers that were dropped since this was asked last."""
+        return [action.peer for action in self.served.asked_for(Close)]
+
     def tick(self):
         """What is said as time passes, without PINGs."""
-        sends = self.engine.tick(self.now)
+        sends = self.do(self.engine.tick(self.now))
         return [send for send in sends if kinds([send]) != [M.PING]]
 
     def say(self, rank, kind, sequence, body=b"", peer=b"", **change):

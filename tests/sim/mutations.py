@@ -4,9 +4,9 @@ from dataclasses import replace
 from functools import partial
 
 from reducer.engine import engine, rounds
+from reducer.engine.actions import Send
 from reducer.engine.engine import Engine
-from reducer.engine.jobs import Membership
-from reducer.engine.rounds import Send
+from reducer.engine.membership import Membership
 from reducer.wire.constants import MAX_LANES, MessageType
 from reducer.wire.header import Header
 from reducer.wire.layout import charge
@@ -148,10 +148,11 @@ def lanes_not_agreed(use, self, links, taking_part):
     use(self, links, dict.fromkeys(taking_part, MAX_LANES))
 
 
-@MUTATIONS.instead_of(Membership, "main", where=far)
-def streams_of_strangers(_, self, peer):
+@MUTATIONS.instead_of(Membership, "find", where=far)
+def streams_of_strangers(find, self, peer):
     """Take further streams of links for strangers, though the reducer has agreed to them."""
-    return peer
+    found = find(self, peer)
+    return found if found is None or found[1].peer == peer else None
 
 
 @MUTATIONS.instead_of(Engine, "_credit", where=far)

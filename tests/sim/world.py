@@ -19,6 +19,7 @@ import numpy as np
 
 from reducer import kernels
 from reducer.clock import SPARE_ROUND_TRIPS
+from reducer.engine.actions import Close, GiveUp, Resume, Trust
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReducerLostError
 from reducer.wire.constants import PLACES, RESUME_S, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
@@ -113,7 +114,7 @@ class Reducer(Process):
 
     def _take(self, connection, message):
         lane = self.lanes[connection.lane]
-        self.do(lambda: self._send(lane, lane.receive(connection.name, *message)))
+        self.do(lambda: self._send(lane, lane.take(connection.name, *message)))
 
     @property
     def lines(self):
@@ -127,7 +128,9 @@ class Reducer(Process):
     def _end(self, connection):
         """Tell the engine of a connection that has ended; a link's first one takes others along."""
         lane = self.lanes[connection.lane]
-        beside = [self.connections.get(peer) for peer in lane.engine.streams(connection.name)]
+        beside = [
+            self.connections.get(peer) for peer in lane.engine.members.streams(connection.name)
+        ]
         self._send(lane, lane.engine.unreachable(connection.name))
         for stream in filter(None, beside):
             stream.close(1)
@@ -143,29 +146,28 @@ class Reducer(Process):
 
         self.world.clock.after(self.world.resume_s, lambda: self.do(expire))
 
-    def _look_after(self, lane):
-        for peer in lane.engine.newly_resumable():
-            if peer in self.connections:
-                self.connections[peer].kept[1] = True
-        for peer, fresh, arrived in lane.engine.newly_resumed():
-            over, broken = self.connections.pop(fresh, None), self.connections.get(peer)
-            if over is not None and broken is None:
+    def _perform(self, action):
+        """Do what concerns connections that may go on over others."""
+        connection = self.connections.get(action.peer)
+        if isinstance(action, Resume):
+            over = self.connections.pop(action.fresh, None)
+            if over is not None and connection is None:
                 over.close(1)
             elif over is not None:
-                assert over.resumes is broken, f"{over.resumes.name!r} goes on as {peer!r}"
-                broken.go_on(over, arrived)
-        for peer in lane.engine.contested():
-            contested = self.connections.get(peer)
-            if contested is not None and contested.suspended[1]:
-                contested.give_up(1)
+                assert over.resumes is connection, f"{over.resumes.name!r} goes on as {action}"
+                connection.go_on(over, action.read)
+        elif connection is not None and isinstance(action, Trust):
+            connection.kept[1] = action.resumes
+        elif connection is not None and connection.suspended[1]:
+            connection.give_up(1)
 
     def _choose(self, lane, peer, header):
         """Return over which connection something is sent: a result goes over any of the link's."""
         kind = Header.unpack(header).type
         if kind is MessageType.STREAM and peer in self.connections:
-            mains = [one for one in self.lines if peer in lane.engine.streams(one.name)]
+            mains = [one for one in self.lines if peer in lane.engine.members.streams(one.name)]
             self.connections[peer].kept[1] = any(one.kept[1] for one in mains)
-        streams = lane.engine.streams(peer) if kind is MessageType.RESULT else ()
+        streams = lane.engine.members.streams(peer) if kind is MessageType.RESULT else ()
         if not streams:
             return self.connections.get(peer)
         here = [self.connections[name] for name in (peer, *streams) if name in self.connections]
@@ -180,10 +182,13 @@ class Reducer(Process):
             for connection in self.lines:
                 connection.close(1)
 
-    def _send(self, lane, sends):
-        assert not lane.engine.newly_dropped(), "a rank has broken the protocol"
-        if self.world.far:
-            self._look_after(lane)
+    def _send(self, lane, actions):
+        sends = lane.perform(actions)
+        others = lane.asked_for(object)
+        for action in others if self.world.far else ():
+            if isinstance(action, (Trust, Resume, GiveUp)):
+                self._perform(action)
+        assert not any(isinstance(action, Close) for action in others), "who broke the protocol?"
         for peer, header, payload in sends:
             if self.dies_after is not None:
                 self.dies_after -= 1

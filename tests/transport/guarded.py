@@ -9,6 +9,7 @@ from hostile.lines import Bare
 from hostile.zmtp import GREETING, HANDSHAKE, dial, frame
 from reducer import kernels
 from reducer.engine import _slots
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
 from reducer.runtime._loop import Loop
@@ -34,23 +35,17 @@ class Post:
         self.now = 0.0
         self.transport = Transport(f"tcp://{HOST}:0")
         stack.callback(self.transport.close)
-        self.engine = Engine(
-            kernels.select(None),
-            _slots,
-            memory_limit=256 * MIB,
-            incarnation="1",
-            address="here:1",
-            features=COMPILED_FEATURES,
-        )
+        identity = ReducerIdentity("1", "here:1", features=COMPILED_FEATURES)
+        self.engine = Engine(kernels.select(None), _slots, identity, memory_limit=256 * MIB)
         self.guard = Guard(self.engine, self.transport, patience)
-        self.loop = Loop(self.engine, self.transport)
+        self.loop = Loop(self.engine, self.transport, self.guard)
         self.stack = stack
         self.address = f"{HOST}:{self.transport.port}"
 
     def step(self):
         """Serve for a moment, and let the guard look."""
         self.loop.step(0.005)
-        self.loop.send(self.guard.look(self.now))
+        self.loop.do(self.guard.look(self.now))
 
     def until(self, holds):
         """Go on until something is so."""

@@ -46,7 +46,7 @@ def test_what_is_in_slots_counts_as_well(post):
     (job,) = post.engine.jobs
     worker.contribute(0, bytes(MIB))
     post.until(lambda: post.engine.held() > MIB // 2)
-    job.reserved = post.engine.held() * 8 // 9  # the guard adds an eighth
+    job.rounds.reserved = post.engine.held() * 8 // 9  # the guard adds an eighth
     rounds(post)
     assert post.members == {"job": 2}
     worker.line.connection.sendall(frame(bytes(2 * MIB), MORE)[: MIB * 3 // 4])

@@ -18,6 +18,8 @@ import pytest
 
 from reducer import kernels
 from reducer.engine import _slots
+from reducer.engine.actions import Send
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.runtime.transport import Transport
 from reducer.wire.constants import DType, MessageType, ReduceOp
@@ -81,13 +83,16 @@ def test_a_loop_that_cannot_be_made_closes_nobodys_file():
 def test_a_reducer_that_only_a_collector_finds_gives_up_its_rounds():
     transport = Transport("tcp://127.0.0.1:0")
     table = kernels.select(None)
-    engine = Engine(table, _slots, memory_limit=MIB, incarnation="1", address="here:1")
+    engine = Engine(table, _slots, ReducerIdentity("1", "here:1"), memory_limit=MIB)
     with closing(transport):
         core = reducer_loop.Core(engine, transport)
         common = Header(MessageType.HELLO, job=fingerprint("job"), window=1 << 16)
         hello = Hello(job="job", world_size=2, reducers=1, reducer_index=0, chunk_bytes=1 << 16)
         for rank in range(2):
-            engine.receive(bytes([rank + 1] * 7), common._replace(rank=rank).pack(), encode(hello))
+            peer, said = bytes([rank + 1] * 7), common._replace(rank=rank).pack()
+            for action in engine.receive(peer, said, encode(hello)):
+                if not isinstance(action, Send):
+                    core.perform(action)
         chunk = common._replace(
             type=MessageType.CONTRIBUTION,
             sequence=1,

@@ -11,6 +11,7 @@ import pytest
 
 from reducer import kernels
 from reducer.engine import _slots
+from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
 from reducer.engine.limits import Patience
 from reducer.runtime import transport as reducer_transport
@@ -60,10 +61,10 @@ class Ends:
         context = {}
         self.reducer = reducer_transport.Transport("tcp://127.0.0.1:0", context)
         stack.callback(self.reducer.close)
-        self.engine = engine(
-            kernels.select(None), _slots, memory_limit=MIB, incarnation="1", address="here:1"
-        )
-        self._loop = Loop(self.engine, self.reducer)
+        identity = ReducerIdentity("1", "here:1")
+        self.engine = engine(kernels.select(None), _slots, identity, memory_limit=MIB)
+        self.guard = Guard(self.engine, self.reducer, Patience(10, 1.0))
+        self._loop = Loop(self.engine, self.reducer, self.guard)
         self.flight = CompiledFlight(Header(MessageType.HELLO))
         self.worker = worker_transport.Transport(self.flight, context)
         stack.enter_context(closing(self.worker))
@@ -159,13 +160,12 @@ def test_a_worker_hears_that_the_reducer_has_gone_and_finds_nobody(ends):
 def test_who_was_dropped_is_hung_up_on():
     with ExitStack() as stack:
         ends = Ends(stack, Engine)
-        guard = Guard(ends.engine, ends.reducer, Patience(10, 1.0))
         ends.worker.send(0, bytes(HEADER_BYTES), None)
         ends.until(lambda: ends.engine.counters.dropped > 0)
-        guard.look(0.0)
+        ends.guard.look(0.0)
         ends.until(lambda: any(isinstance(event, Message) for event in ends.news))
         ends.news.clear()
-        guard.look(FAREWELL_S + 0.1)
+        ends.guard.look(FAREWELL_S + 0.1)
         ends.until(lambda: any(isinstance(event, Disconnected) for event in ends.news))
 
 

@@ -190,7 +190,7 @@ def test_it_is_the_broken_one_that_goes_on(post):
         agreed(post, stream)
     rounds(post)
     assert post.guard.connections == before
-    assert len(post.engine.streams(post.engine.jobs[0].members[0].peer)) == 1
+    assert len(post.engine.members.streams(post.engine.jobs[0].members[0].peer)) == 1
 
 
 def test_results_go_over_the_streams_that_have_not_broken(post):

@@ -62,7 +62,7 @@ def test_what_is_held_for_all_of_a_members_streams_counts_together(post):
     worker, _ = two(post)
     line = post.stream(worker)
     (job,) = post.engine.jobs
-    job.reserved = job.rounds.reserved = MIB // 2  # and an eighth, and 256 KiB for each rank
+    job.rounds.reserved = MIB // 2  # and an eighth, and 256 KiB for each rank
     part = frame(worker.common.pack(), MORE) + frame(bytes(MIB))[: MIB * 3 // 4]
     worker.line.connection.sendall(part)
     rounds(post)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from reducer import server
+from reducer.engine.actions import Send
 from reducer.engine.engine import Engine
 from reducer.runtime import transport
 from reducer.wire.constants import MessageType
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from reducer.engine.rounds import Send
+    from reducer.engine.actions import Action
     from reducer.kernels import Kernels
     from reducer.kernels.plain import BytesLike
     from reducer.wire.constants import DType, ReduceOp
@@ -70,27 +71,28 @@ class FaultyEngine(Engine):
     # The loop sends each message before it takes the next one, so that here is between two sends.
     def receive(  # type: ignore[override]
         self, peer: bytes, frame: Buffer, payload: Buffer, key: str = "", *, at: float = 0.0
-    ) -> Iterator[Send]:
+    ) -> Iterator[Action]:
         """Take one message and yield the answers that are not dropped."""
         placed, summed = self.counters.contributions, self.counters.results
-        sends = super().receive(peer, frame, payload, key, at=at)
+        actions = super().receive(peer, frame, payload, key, at=at)
         results = self.counters.results - summed
         if self.counters.contributions > placed and not results:
             self._hit(Place.REDUCER_PLACED)
         if results and self._hit(Place.REDUCER_AFTER_SUM):
-            return
+            actions = [action for action in actions if not isinstance(action, Send)]
         sent = 0
-        for send in sends:
-            if message_type(send.header) != MessageType.RESULT:
-                yield send
+        for action in actions:
+            result = isinstance(action, Send) and message_type(action.header) == MessageType.RESULT
+            if not result:
+                yield action
                 continue
             if sent != 1 or not self._hit(Place.REDUCER_BETWEEN_RESULTS):
-                yield send
+                yield action
             sent += 1
             if sent == results:
                 self._hit(Place.REDUCER_AFTER_RESULTS)
 
-    def tick(self, now: float) -> list[Send]:
+    def tick(self, now: float) -> list[Action]:
         """Do what is due."""
         self._hit(Place.REDUCER_TICK)
         return super().tick(now)
