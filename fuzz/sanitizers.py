@@ -54,6 +54,7 @@ THREADED_TESTS = (
     "tests/transport",
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
+    "tests/worker_client/test_core.py",
 )
 _COPIED = (
     *("reducer", "worker_client", "fuzz", "tests", "torture"),

@@ -24,7 +24,7 @@ FLOORS = {
 # ... and what those of the worker's client may take from it.
 CLIENT_FLOORS = {
     "_tensor_queue": {"fusion", "staging"},
-    "_caller_lead": {"protocol", "runtime", "work"},
+    "_loop": {"protocol", "runtime", "work"},
 }
 FRAMEWORKS = {"torch", "lightning", "accelerate", "transformers", "deepspeed"}
 FRAMEWORKS |= {"tensorflow", "keras", "jax"}

@@ -12,7 +12,7 @@
 #include <string.h>
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "the compiled loops are for little-endian CPUs, as the wire is; the plain ones serve the others"
+#error "the compiled loops are for little-endian CPUs, as the wire is"
 #endif
 
 /* The values of constants.py; a test compares them. */

@@ -1,7 +1,7 @@
 """What is asked for, and what a worker has in flight, over the structs of `flight.h`."""
 
 from cpython.bytes cimport PyBytes_AsString
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.memoryview cimport PyMemoryView_FromMemory
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -443,7 +443,7 @@ cdef class CompiledFlight:
         """Return an object for an all-reduce that another thread has asked for."""
         from worker_client.protocol.operation import Operation
 
-        view = PyMemoryView_FromMemory(<char *>asked.data, asked.nbytes, PyBUF_WRITABLE)
+        view = PyMemoryView_FromMemory(<char *>asked.data, asked.nbytes, PyBUF_WRITE)
         cdef Request operation = Operation(
             view, DType(asked.dtype), ReduceOp(asked.op), None, asked.timeout_s
         )

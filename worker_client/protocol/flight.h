@@ -32,7 +32,7 @@ struct flight {
     uint64_t mask, watermark, next;
     uint64_t reached;            /* every operation below is finished at every rank */
     uint64_t kept_bytes;
-    size_t active; /* operations in progress */
+    atomic_size_t active; /* operations in progress */
     double earliest; /* no deadline is before this time */
     uint64_t large_bytes; /* from this size on all-reduces say what a link can carry: */
     size_t large;         /* operations in progress that do, */

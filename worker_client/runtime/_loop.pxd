@@ -60,6 +60,7 @@ cdef extern from "worker_client/runtime/core.h" nogil:
     ctypedef struct core_t "struct core":
         bint closed
         loop_event event
+        double due
 
     struct core_calls:
         core_t *core
@@ -81,7 +82,7 @@ cdef extern from "worker_client/runtime/core.h" nogil:
     all_reduce *core_first(core_t *self) noexcept
     void core_drop_first(core_t *self) noexcept
     void core_put_off(core_t *self) noexcept
-    void core_run(core_t *self, const all_reduce *asked, double until) noexcept
+    bint core_run(core_t *self, const all_reduce *asked, double until) noexcept
 
 
 cdef class Loop:
@@ -100,7 +101,6 @@ cdef class Core:
     cdef readonly dict open
     cdef public object failing, failure
     cdef object _driver, _trace
-    cdef public double due
     cdef public bint retired
     cdef double _wanted_until, _waited_at
     cdef bint _stands_in

@@ -323,6 +323,14 @@ cdef class Core:
         return self.its.closed
 
     @property
+    def due(self):
+        return self.its.due
+
+    @due.setter
+    def due(self, double when):
+        self.its.due = when
+
+    @property
     def leader(self):
         """Which thread has the lead; 0 if none does."""
         return core_leader(&self.its)
@@ -484,7 +492,11 @@ cdef class Core:
     def first(self):
         """Return what was asked for first and not begun; None if there is nothing."""
         cdef all_reduce *asked = core_first(&self.its)
-        return None if asked == NULL else self._flight.owner(asked)
+        if asked == NULL:
+            return None
+        operation = self._flight.owner(asked)
+        self.open[operation] = None  # another thread's may be new here
+        return operation
 
     def drop_first(self):
         """Leave that to whoever asked for it here."""
@@ -540,7 +552,7 @@ cdef class Core:
         if core_first(&self.its) != NULL:
             return False
         now = monotonic()
-        return now < self.due and now < self._flight.its.earliest
+        return now < self.its.due and now < self._flight.its.earliest
 
     cdef bint all_end_well(self) except -1:
         """Whether nothing is interpreted when `end` ends what has been completed."""

@@ -112,7 +112,7 @@ enum core_submitted core_submit(struct core *core, struct all_reduce *asked)
     asked->next = NULL;
     asked->sequence = -1;
     pthread_mutex_lock(&core->gate);
-    bool closed = core->closed, alone = core->first == NULL;
+    bool closed = atomic_load(&core->closed), alone = core->first == NULL;
     bool leads = !closed && core->leader == 0;
     if (!closed && alone)
         core->first = core->last = asked;
@@ -147,42 +147,43 @@ void core_call(struct core *core)
 bool core_close(struct core *core)
 {
     pthread_mutex_lock(&core->gate);
-    bool first = !core->closed;
-    core->closed = true;
+    bool first = !atomic_exchange(&core->closed, true);
     pthread_mutex_unlock(&core->gate);
     return first;
 }
 
 /* -- whoever has the lead -------------------------------------------------------------------- */
 
-void core_run(struct core *core, const struct all_reduce *asked, double until)
+bool core_run(struct core *core, const struct all_reduce *asked, double until)
 {
     struct flight *flight = core->flight;
     if (core->event != LOOP_QUIET || flight->completed != NULL)
-        return; /* the session has yet to hear of that */
+        return true; /* the session has yet to hear of that */
     while (!atomic_exchange(&core->called, false)) {
         const struct all_reduce *first = core_first(core);
         if (first != NULL && first != core->put_off && !core_start(core))
-            break;
+            return true;
         double left_s = fmin(until, flight->earliest) - seconds();
         core->event = loop_run(core->loop, left_s > 0 ? (long)ceil(left_s * 1000) : 0);
-        bool ended = flight_end_unowned(flight);
-        if (core->event != LOOP_QUIET || core->loop->changes || !ended || core->loop->interrupted)
-            break;
-        if (asked != NULL && core_test(asked) != ALL_REDUCE_PENDING)
-            break;
-        if (seconds() >= fmin(until, flight->earliest))
-            break;
+        bool interrupted = core->loop->interrupted, ended = flight_end_unowned(flight);
+        core->loop->interrupted = false;
+        if (core->event != LOOP_QUIET || core->loop->changes || !ended || interrupted)
+            return true;
+        double now = seconds();
+        if (now >= fmin(core->due, flight->earliest))
+            return true;
+        if (now >= until || (asked != NULL && core_test(asked) != ALL_REDUCE_PENDING))
+            return false;
     }
-    core->loop->interrupted = false;
+    return true;
 }
 
 void core_lead(struct core *core, const struct all_reduce *asked, double until)
 {
     if (core_test(asked) != ALL_REDUCE_PENDING || !core_take_lead(core, 0))
         return;
-    core_run(core, asked, until);
+    bool needed = core_run(core, asked, until);
     core_leave_lead(core);
-    if (core_test(asked) == ALL_REDUCE_PENDING)
-        loop_resume(core->loop, true); /* what Python is needed for, the driver's thread does */
+    if (needed)
+        loop_resume(core->loop, true); /* the driver's thread does what Python is needed for */
 }

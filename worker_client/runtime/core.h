@@ -24,11 +24,12 @@ struct core {
     pthread_cond_t free;     /* the lead is */
     uint64_t leader;         /* the thread that has the lead; 0: none */
     struct all_reduce *first, *last; /* asked for, and not begun, in the order of calls */
-    bool closed;
     /* The leader's own. */
     enum loop_event event; /* that the session has not heard of */
+    double due; /* when Python is needed if nothing happens before, in seconds */
     const struct all_reduce *put_off; /* the first, if it is too early for the session to begin it */
     /* Anybody's. */
+    atomic_bool closed;
     atomic_bool called; /* whoever leads is to return to Python */
 };
 
@@ -75,8 +76,9 @@ struct all_reduce *core_first(struct core *core);
 void core_drop_first(struct core *core);
 /* Leaves that where it is until the session asks for it again. */
 void core_put_off(struct core *core);
-/* Moves all-reduces on until `asked` (or NULL) has ended, `until`, or Python is needed: for a message,
- * a change, an all-reduce of Python's that has ended, one that the session is to begin, or a call. */
-void core_run(struct core *core, const struct all_reduce *asked, double until);
+/* Moves all-reduces on until `asked` (or NULL) has ended, or `until`. True: before that, Python is
+ * needed: for a message, a change, an all-reduce of its own that has ended, one that the session is to
+ * begin, what is due, or a call. */
+bool core_run(struct core *core, const struct all_reduce *asked, double until);
 
 #endif

@@ -261,10 +261,9 @@ class Driver:
             finally:
                 try:
                     self._left()
-                    while (operation := core.first()) is not None:  # what no session has heard of
+                    while core.first() is not None:  # what no session has heard of
                         core.drop_first()
-                        core.open[operation] = None
-                    for operation in list(core.open):
+                    for operation in [*core.open, *self.session.flight.all()]:
                         operation.end(error)
                     core.open.clear()
                 finally:
