@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 FRAMEWORKS, CONTAINERS, CLOUDS = "test-frameworks", "test-containers", "test-clouds"
 TORCH_SUITE, EXTENDED, DOCS, WHEELS = "test-torch-suite", "test-extended", "docs", "wheels"
 SANITIZE, THREADS, FUZZ = "sanitize", "sanitize-threads", "fuzz"
-SECURITY, JOBS = "tests/security", "tests/integration/test_"
+JOBS = "tests/integration/test_"
 
 
 class Representative(NamedTuple):
@@ -102,7 +102,6 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("tests/faults", f"{JOBS}faults.py"),
     ),
     ("torture/failpoints/*", ("tests/faults",)),
-    ("reducer/*key* */zap.py */credentials.py */zmtp_greeting.py", (SECURITY,)),
     # -- workers
     (_modules("failover shard_map"), (f"{JOBS}faults.py", f"{JOBS}failures.py")),
     (_modules("fallback process_group"), (f"{JOBS}faults.py",)),
@@ -172,7 +171,6 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("lab/*", ("tests/lab", "tests/launch/test_vertex.py")),
     ("bench/*", ("tests/bench",)),
     ("torture/*", ("tests/torture",)),
-    ("hostile/*", (SECURITY,)),
     ("bench/sites.py examples/*gpt*.py", ("tests/lab/test_sites.py",)),
     ("examples/gpt_text.py", ("tests/lab/test_tutorial.py",)),
     ("torture/chaos* torture/fault* torture/rank_loss.py", (f"{JOBS}rank_loss.py", "tests/lab")),

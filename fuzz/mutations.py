@@ -50,7 +50,7 @@ MUTATIONS = {
     "no-rank-check": Mutation(
         "a rank may be beyond the world, and so beyond the end of every table of ranks",
         "engine",
-        [("reducer/engine/jobs.py", "header.rank >= hello.world_size", "False")],
+        [("reducer/engine/membership.py", "header.rank >= hello.world_size", "False")],
     ),
     "slot-freed-early": Mutation(
         "a slot is freed before it is taken out of its round",
@@ -63,20 +63,20 @@ MUTATIONS = {
     "stream-outlives-its-link": Mutation(
         "a further stream is remembered as one when its member has left",
         "engine",
-        [("reducer/engine/jobs.py", "del self._mains[peer]", "pass")],
+        [("reducer/engine/membership.py", "del self._by_peer[peer]", "pass")],
     ),
     "first-connection-goes-on": Mutation(
         "whichever connection a RESUME is for, the link's first one goes on",
         "engine",
-        [("reducer/engine/engine.py", "stream(main, stream.number, key)", "stream(main, 0, key)")],
+        [("reducer/engine/engine.py", "resumed(said,", "resumed(said._replace(number=0),")],
     ),
     "window-not-set-aside": Mutation(
         "a window is granted that nothing is set aside for",
         "engine",
         [
             (
-                "reducer/engine/jobs.py",
-                "job.reserved = job.rounds.reserved = _needed(job, job.window)",
+                "reducer/engine/quotas.py",
+                "job.rounds.reserved = _needed(job, job.window)",
                 "pass",
             )
         ],

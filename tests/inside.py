@@ -16,6 +16,11 @@ def flat(client):
     return found
 
 
+def loop(transport):
+    """A transport joins an end once by itself."""
+    return transport._loop
+
+
 def blocks(client):
     """Page-locked memory that is never given back would show only when there is none left."""
     ((_, blocks),) = client._staging._devices.values()

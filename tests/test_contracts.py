@@ -17,8 +17,8 @@ PACKAGES = ("reducer", "worker_client")
 FLOORS = {
     "_kernels": {"kernels", "wire", "errors"},
     "_slots": {"engine", "wire"},
-    "_flight": {"wire", "zmtp"},
-    "_loop": {"clock", "engine", "kernels", "runtime", "wire", "zmtp"},
+    "_flight": {"errors", "wire", "zmtp"},
+    "_loop": {"clock", "engine", "errors", "kernels", "runtime", "wire", "zmtp"},
     "_keys": {"keyfiles", "zmtp"},
 }
 # ... and what those of the worker's client may take from it.

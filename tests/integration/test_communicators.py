@@ -34,6 +34,7 @@ from worker_client.communicators.hierarchical import HierarchicalCommunicator
 from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
 from worker_client.config import WorkerConfig
+from worker_client.protocol._flight import Call
 from worker_client.protocol.operation import Operation, refused
 from worker_client.protocol.spec import Heartbeats, JobSpec
 from worker_client.runtime.service_thread import STOP_S
@@ -216,7 +217,7 @@ def test_who_waits_leads_until_it_is_done(four):
 
 def test_a_refusal_fails_the_call_everywhere_and_no_other(four):
     refusals = (None, refused(four[1].spec.rank, "not this one"), None, None)
-    asked = [Asked(np.ones(4, np.float32), call=object(), refusal=one) for one in refusals]
+    asked = [Asked(np.ones(4, np.float32), call=Call(), refusal=one) for one in refusals]
     begin(four, asked)
     after = submit(four)
     await_ends([*asked, *after])
@@ -300,7 +301,7 @@ def test_a_late_rank_is_named(four):
 def test_an_interrupted_call_is_no_other_ones(four):
     """Whatever line of `submit` it comes in: the next call's values are added to the next one's."""
     for line in range(1, 200):
-        call, interrupted = object(), False
+        call, interrupted = Call(), False
         asked = Asked(np.full(4, 100, np.float32), call=call)
         sys.settrace(boom_at(line, after="submit", never_in="none"))
         try:
@@ -315,7 +316,7 @@ def test_an_interrupted_call_is_no_other_ones(four):
             four[1].submit(
                 Operation(nothing, DType.UINT8, ReduceOp.SUM, None, 20.0, call=call, refusal=why)
             )
-        others = [Asked(np.full(4, 100, np.float32), call=object()) for _ in four[:3]]
+        others = [Asked(np.full(4, 100, np.float32), call=Call()) for _ in four[:3]]
         begin([four[0], *four[2:]], others)
         after = submit(four)
         await_ends([*others, *after])

@@ -261,7 +261,7 @@ def nobody_lost(job, row):
 
 def ranks_host_reducers(job, row):
     """All do if there are fewer others; in whatever order they leave, nobody misses a result."""
-    pool = int(ROW.fullmatch(row)[3].partition("+")[2])
+    pool = int(ROW.fullmatch(row)[2].partition("+")[2])
     assert all(one["in_use"] == [True] * (pool + 3 * (pool < 3)) for one in job.here)
 
 

@@ -48,9 +48,9 @@ def ranks_on(nodes, local, servers, wire_dtype="none"):
 
 
 @pytest.fixture(scope="module")
-def six(servers):
+def six(pool):
     """Two nodes of three ranks each."""
-    with ranks_on(2, 3, servers) as clients:
+    with ranks_on(2, 3, pool) as clients:
         yield clients
 
 

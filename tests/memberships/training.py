@@ -14,6 +14,7 @@ from tests.sim.threads import Threads
 from worker_client import work
 from worker_client.communicators import elastic
 from worker_client.communicators.membership import Membership
+from worker_client.protocol._flight import Call
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
 
@@ -205,7 +206,7 @@ class Rank:
     def _all_reduce(self, values, op):
         data, ended = bytearray(array("q", values)), []
         view = memoryview(data)
-        operation = Operation(view, DType.INT64, op, None, 60.0, call=object(), ended=ended.append)
+        operation = Operation(view, DType.INT64, op, None, 60.0, call=Call(), ended=ended.append)
         if self.killed:
             raise KilledError
         self.elastic.submit(operation)

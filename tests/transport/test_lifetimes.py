@@ -62,8 +62,9 @@ def test_a_loop_may_be_woken_while_it_ends_and_afterwards():
     flight = CompiledFlight(Header(MessageType.HELLO))
     for _ in range(50):
         loop = worker_loop.Loop(flight, 1.0)
-        beside(lambda loop=loop: loop.end(0), lambda loop=loop: loop.wake() or loop.resume(False))
-        loop.wake()
+        core = worker_loop.Core(flight, loop)
+        beside(lambda loop=loop: loop.end(0), lambda core=core: core.call() or core.resume(False))
+        core.call()
 
 
 def test_a_loop_that_cannot_be_made_closes_nobodys_file():

@@ -27,8 +27,9 @@ class Worker:
 
     def __init__(self, reducer):
         self._reducer = reducer
-        self._flight = opened("compiled", links=1, window=IN_FLIGHT * (CHUNK + 8 * HEADER_BYTES))
+        self._flight = opened(links=1, window=IN_FLIGHT * (CHUNK + 8 * HEADER_BYTES))
         self._loop = _loop.Loop(self._flight, 3600.0)
+        self._core = _loop.Core(self._flight, self._loop)
         self._loop.add(0)
         self._socket = socket.create_connection(reducer.listener.getsockname())
         self._socket.setblocking(False)
@@ -36,7 +37,7 @@ class Worker:
         with ThreadPoolExecutor(1) as thread:
             accepted = thread.submit(reducer.accept)
             while not self._loop.connected(0):
-                self._loop.run(1000)
+                self._core.run(1.0)
                 while self._loop.change() is not None:
                     continue
             accepted.result()
@@ -52,7 +53,7 @@ class Worker:
             mine = Operation(memoryview(data), DType.UINT8, ReduceOp.MAX, None, 10.0)
             submit(self._flight, mine, [LinkShard(0, 0, len(data))], CHUNK, 0)
         self._loop.refill()
-        self._loop.run(0)
+        self._core.run(0.0)
         return self._reducer.hear_chunks(IN_FLIGHT)
 
     def hear(self, *contributions):
@@ -74,8 +75,8 @@ class Worker:
         """Read its result, and wait for others."""
         header = contribution.header
         while self._flight.expects(0, header.sequence, header.offset):
-            self._loop.run(1)
-            self._loop.news()
+            self._core.run(0.001)
+            self._core.news()
 
     def fail(self, contribution):
         """End its all-reduce before all of the results have come."""
@@ -88,8 +89,8 @@ class Worker:
         heard = []
 
         def comes():
-            self._loop.run(1000)
-            heard[:] = [self._loop.news()[1]]
+            self._core.run(1.0)
+            heard[:] = [self._core.news()[1]]
             return heard != [None]
 
         eventually(comes, 1.0)

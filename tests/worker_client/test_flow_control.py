@@ -23,15 +23,30 @@ class Path:
         self.rate, self.rtt_s = rate, rtt_s
         self.windows = [0] * links
         self.received = [0] * links
+        self.before = [0] * links
+        self.large, self.measured_since = 0, 0.0
+
+    def begin(self, now):
+        """A large all-reduce."""
+        self.large += 1
+        if self.large == 1:
+            self.measured_since = now
+            self.before = list(self.received)
+
+    def end(self):
+        self.large -= 1
 
     def set_window(self, link, nbytes):
         self.windows[link] = nbytes
 
     def measure_anew(self, link):
-        """Nothing: every round trip is as long."""
+        """What comes; every round trip is as long."""
+        self.before[link] = self.received[link]
 
     def stats(self, link):
-        return LinkStats(self.windows[link], 0, 0, self.received[link], 0, 0.0, self.rtt_s)
+        window, received = self.windows[link], self.received[link]
+        measured = received - self.before[link]
+        return LinkStats(window, 0, 0, received, 0, 0.0, self.rtt_s, measured)
 
     def carry(self, seconds):
         """As much as the window and the rate allow."""
@@ -49,9 +64,10 @@ def one_link(rate, rtt_s, most, chunk_bytes=64 * KIB, forced=False, **measured):
 
 def run(flow, path, rounds):
     for now in range(rounds):
-        flow.begin(now)
+        path.begin(now)
         path.carry(0.5)
-        flow.end(now + 0.5)
+        path.end()
+        flow.ended(now + 0.5)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +132,10 @@ def test_lost_packets_hold_up_what_is_behind_them_in_a_far_network():
     # Of 200 ms, whose chunks take 600 ms: their contributions wait for what was lost.
     path, flow = one_link(rate=6e6, rtt_s=0.2, most=MOST_BYTES, round_trip_s=0.2)
     for now in range(40):
-        flow.begin(now)
+        path.begin(now)
         path.received[0] += int(0.5 * min(path.rate, path.windows[0] / 0.6))
-        flow.end(now + 0.5)
+        path.end()
+        flow.ended(now + 0.5)
     assert flow.rate == pytest.approx(6e6, rel=0.01)
     assert path.windows[0] == pytest.approx(BUSY_BYTES + 5 * 0.2 * 6e6, rel=0.01)
 
@@ -156,21 +173,24 @@ def test_a_far_link_that_is_gone_holds_up_no_looks():
     flow.admit(1, MOST_BYTES, 1.0, 0.3, grows=True)
     flow.dismiss(1)
     for now in range(5):
-        flow.begin(float(now))
+        path.begin(float(now))
         path.received[0] += 8 * MIB
-        flow.end(now + 0.05)
+        path.end()
+        flow.ended(now + 0.05)
     assert flow.rate == pytest.approx(160 * MIB)
 
 
 def test_a_burst_of_a_far_network_is_no_rate():
     path, flow = one_link(rate=1e7, rtt_s=0.2, most=MOST_BYTES, round_trip_s=0.2, grows=True)
     for _ in range(3):
-        flow.begin(0.0)
+        path.begin(0.0)
     path.received[0] = MIB
-    flow.end(0.25)
+    path.end()
+    flow.ended(0.25)
     path.received[0] = 3 * MIB  # what was behind a lost packet
     for now in (0.251, 0.252):
-        flow.end(now)
+        path.end()
+        flow.ended(now)
     flow.tick(0.252)
     assert flow.rate == pytest.approx(MIB / 0.25)
 
@@ -189,9 +209,9 @@ def test_a_window_shrinks_with_the_rate_but_not_while_the_link_waits():
 
 def test_failed_all_reduces_and_others_between_them_say_nothing():
     path, flow = one_link(rate=1e9, rtt_s=0.1, most=5 * MIB)
-    flow.begin(10.0)
+    path.begin(10.0)
     path.carry(0.5)
-    flow.end(None)
+    path.end()
     assert path.windows == [BUSY_BYTES]
     path.received[0] += 1 << 40  # in small ones
     path.rate = 0
@@ -203,7 +223,7 @@ def test_failed_all_reduces_and_others_between_them_say_nothing():
 def test_a_long_all_reduce_is_measured_on_the_way():
     path, flow = one_link(rate=1e9, rtt_s=0.1, most=1 << 30)
     flow.tick(5.0)
-    flow.begin(10.0)
+    path.begin(10.0)
     path.carry(LOOK_S / 2)
     flow.tick(10.0 + LOOK_S / 2)
     assert path.windows == [BUSY_BYTES]

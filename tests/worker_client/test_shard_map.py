@@ -6,11 +6,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from reducer.wire.constants import MAX_LANES, DType
+from reducer.wire.constants import MAX_LANES, DType, MessageType
+from reducer.wire.header import Header
 from reducer.wire.messages import LAST_STAGE
 from tests.engine.words import number
 from tests.worker_client.transcripts import play, scenarios
-from worker_client.protocol import shard_map
+from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.link import Link
 from worker_client.protocol.shard_map import Plan, ShardMap, Stage
@@ -152,7 +153,8 @@ def links(*places):
 
 
 def made(weights, among, chunk_bytes=0):
-    plan = Plan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts)
+    flight = CompiledFlight(Header(MessageType.HELLO))
+    plan = Plan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts, flight)
     plan.use(among, dict.fromkeys(range(len(weights)), MAX_LANES))
     return plan
 
@@ -207,14 +209,6 @@ def test_calls_and_the_all_reduces_of_each_begin_in_turn_at_every_reducer():
     numbers = [number(call, place) for call in range(3) for place in (1, 2, 3)]
     first = [cut(plan, 9 * MIB, sequence)[0].link for sequence in numbers]
     assert first == [0, 1, 2, 1, 2, 0, 2, 0, 1]
-
-
-def test_few_plans_are_kept(monkeypatch):
-    monkeypatch.setattr(shard_map, "_KEPT_PLANS", 3)
-    plan = made((1,), links((0, 0)))
-    for sequence, nbytes in enumerate((1, 2, 3, 4, 1, 2)):
-        assert cut(plan, nbytes, sequence) == [(0, 0, nbytes)]
-        assert len(plan.known) <= 3
 
 
 def test_what_a_reducer_owns_beside_the_largest_owner():

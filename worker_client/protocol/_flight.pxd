@@ -85,7 +85,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         uint64_t watermark, next, reached, kept_bytes
         uint64_t large_bytes
         size_t active, large
-        double earliest, large_since, steady_until
+        double earliest, measured_since, steady_until
         uint32_t epoch
         numbering_t numbering
         cuts_t cuts

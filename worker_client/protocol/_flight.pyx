@@ -123,8 +123,11 @@ cdef class Request(Call):
         self.own.data, self.own.nbytes = memory.buf, memory.len
         self.own.dtype, self.own.op = self.dtype, self.op
         self.own.call = 0 if self.call is None else (<Call>self.call).number
-        self.own.unready = memory.readonly or not (
-            self.prepare is self.refusal is self.name is None
+        self.own.unready = (
+            memory.readonly
+            or self.prepare is not None
+            or self.refusal is not None
+            or self.name is not None
         )
 
     @property
@@ -276,8 +279,12 @@ cdef class CompiledFlight:
         return self.its.large
 
     @property
-    def large_since(self):
-        return self.its.large_since
+    def measured_since(self):
+        return self.its.measured_since
+
+    @measured_since.setter
+    def measured_since(self, double when):
+        self.its.measured_since = when
 
     @property
     def earliest(self):

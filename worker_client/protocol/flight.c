@@ -144,7 +144,7 @@ static void begin_large(struct flight *flight, double now)
 {
     if (flight->large++ > 0)
         return;
-    flight->large_since = now;
+    flight->measured_since = now;
     for (uint32_t link = 0; link < flight->link_count; link++)
         flight_measure(flight, link);
 }

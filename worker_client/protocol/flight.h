@@ -36,7 +36,7 @@ struct flight {
     double earliest; /* no deadline is before this time */
     uint64_t large_bytes; /* from this size on all-reduces say what a link can carry: */
     size_t large;         /* operations in progress that do, */
-    double large_since; /* and since when there have been any */
+    double measured_since; /* when links were measured anew last, for these */
     struct numbering numbering;
     struct cuts cuts;
     /* Nothing stands in the way of all-reduces below this number, in this version of the shard map,

@@ -77,7 +77,6 @@ class FlowControl:
         ] = {}  # not again before; and the pause after that
         self._rates: dict[int, deque[float]] = {}
         self._trips_s: dict[int, deque[float]] = {}
-        self._looked = 0.0
 
     def admit(
         self,
@@ -124,18 +123,15 @@ class FlowControl:
 
     def ended(self, now: float) -> None:
         """Take note that an all-reduce of `MEASURED_BYTES` or more has ended well, at `now`."""
-        if now - self._since >= self._farthest_s:
+        if now - self._flight.measured_since >= self._farthest_s:
             self._look(now)
 
     def tick(self, now: float) -> None:
         """Look at all-reduces that take long; call it several times a second."""
-        if self._flight.large and now - self._since >= max(LOOK_S, self._farthest_s):
+        if self._flight.large and now - self._flight.measured_since >= max(
+            LOOK_S, self._farthest_s
+        ):
             self._look(now)
-
-    @property
-    def _since(self) -> float:
-        """When links were measured anew: at the last look, or when large all-reduces began."""
-        return max(self._looked, self._flight.large_since)
 
     def asks(self, now: float) -> list[tuple[int, int]]:
         """Return links whose reducers are to be asked for a larger window, and how many bytes."""
@@ -160,10 +156,10 @@ class FlowControl:
         return max(self._far_s.values(), default=0.0)
 
     def _look(self, now: float) -> None:
-        elapsed = now - self._since
+        elapsed = now - self._flight.measured_since
         if elapsed <= 0:
             return
-        self._looked = now
+        self._flight.measured_since = now
         for link in self._most:
             stats = self._flight.stats(link)
             self._flight.measure_anew(link)
