@@ -18,7 +18,7 @@ from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import PATIENCE_S
-from worker_client.protocol._flight import CallMeter, MeteredCall
+from worker_client.protocol import _flight
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import DEFINED, parse, parse_op, refuse_weight
@@ -92,11 +92,11 @@ class Client:
         self._piecewise = ordered.piecewise
         self._admission = admission
         self._enter = enter
-        self._meter = CallMeter()
+        self._meter = _flight.CallMeter()
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
         self._order = threading.RLock()
         # What other ranks are to hear of.
-        self._given_up: deque[tuple[MeteredCall, BaseException]] = deque()
+        self._given_up: deque[tuple[_flight.MeteredCall, BaseException]] = deque()
         self._trace = trace
         self._staging = DeviceStaging(ordered.submit, trace)
         self._submit = ordered.submit  # until there is a tensor on a device
@@ -294,7 +294,7 @@ class Client:
             return work
         if service_thread.forks != self._forks:  # now: who held the lock is not in this process
             self._check_usable()
-        call = MeteredCall(self._meter)
+        call = _flight.MeteredCall(self._meter)
         with self._order:
             try:
                 call.begin()  # first: a call that is interrupted in a function below has a number
@@ -347,7 +347,7 @@ class Client:
             if name is not None:
                 self._fusion.decline(name, why)
                 return
-            call = MeteredCall(self._meter)
+            call = _flight.MeteredCall(self._meter)
             call.begin()
             self._given_up.append((call, why))
             self._give_up()
@@ -528,7 +528,7 @@ class Client:
 
     def _start(
         self,
-        call: MeteredCall,
+        call: _flight.MeteredCall,
         data: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
@@ -588,7 +588,7 @@ class Client:
 
     def _stage(
         self,
-        call: MeteredCall,
+        call: _flight.MeteredCall,
         tensor: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
@@ -632,7 +632,7 @@ class Client:
         if self.observer is not None:
             self.observer.ended(self.observer.begun(name, data, op), why)
 
-    def _refuse(self, call: MeteredCall, why: BaseException) -> None:
+    def _refuse(self, call: _flight.MeteredCall, why: BaseException) -> None:
         nothing = memoryview(b"")
         refusal = refused(self._ordered.rank, f"{type(why).__name__}: {why}")
         with suppress(ReductionError):  # it was shut down, or a device failed: the others hear that

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReducerLostError
 from worker_client.protocol.session import Session
-from worker_client.runtime._loop import SHUT_DOWN
+from worker_client.runtime import _loop
 from worker_client.runtime.driver import Driver
 from worker_client.runtime.trace import Trace
 from worker_client.runtime.transport import Transport
@@ -154,7 +154,7 @@ class Communicator:
             ReductionError: why not.
         """
         if self.closing:
-            raise LocalProtocolError(SHUT_DOWN)
+            raise LocalProtocolError(_loop.SHUT_DOWN)
 
     def join(self, timeout_s: float) -> None:
         """Wait until every reducer has welcomed this rank that is in use.

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from worker_client.communicators.node_fold import Array
     from worker_client.communicators.node_sockets import NodeSockets
     from worker_client.communicators.placement import Place
-    from worker_client.protocol._flight import Call
+    from worker_client.protocol import _flight
 
     Step: TypeAlias = Callable[[], None]
 
@@ -242,7 +242,7 @@ class HierarchicalCommunicator(Communicator):
             return ReduceOp.SUM, ReduceOp.MEAN, len(self.place.peers), 1
         return ReduceOp.SUM, ReduceOp.SUM, 1, self.world_size
 
-    def _refuse(self, call: Call | None, asked: Operation, why: ReductionError) -> None:
+    def _refuse(self, call: _flight.Call | None, asked: Operation, why: ReductionError) -> None:
         """Let what the other nodes have of a call end as it does here."""
         nothing = memoryview(b"")
         with suppress(ReductionError):  # it was stopped: the others hear that

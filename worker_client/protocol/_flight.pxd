@@ -1,4 +1,4 @@
-"""The structs and functions of `all_reduce.h`, `chunks.h` and `flight.h`, and the classes over them."""
+"""The structs and functions of `all_reduce.h`, `chunks.h` and `flight.h`, and classes over them."""
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 

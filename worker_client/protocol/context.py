@@ -13,7 +13,7 @@ from worker_client.protocol.phase import Occurrence, Phase, following
 from worker_client.protocol.shard_map import Plan, ShardMap
 
 if TYPE_CHECKING:
-    from worker_client.protocol._flight import CompiledFlight
+    from worker_client.protocol import _flight
     from worker_client.protocol.link import Link
     from worker_client.protocol.spec import JobSpec
 
@@ -35,7 +35,9 @@ class Context:
         agreement: what ranks agree on.
     """
 
-    def __init__(self, spec: JobSpec, flight: type[CompiledFlight], large_bytes: int) -> None:
+    def __init__(
+        self, spec: JobSpec, flight: type[_flight.CompiledFlight], large_bytes: int
+    ) -> None:
         self.spec = spec
         self.phase = Phase.JOINING
         self.links: list[Link] = []

@@ -13,7 +13,7 @@ from reducer.wire.constants import FAR_S
 from reducer.wire.layout import LARGEST_CHUNK, charge
 
 if TYPE_CHECKING:
-    from worker_client.protocol._flight import CompiledFlight as Flight
+    from worker_client.protocol import _flight
 
 MOST_BYTES = 16 << 20  # over all links; a reducer sets aside as much for every worker
 MOST_FAR_BYTES = 256 << 20  # over all links in a far network, as far as reducers grant it
@@ -64,7 +64,7 @@ class FlowControl:
         chunk_bytes: size of chunks.
     """
 
-    def __init__(self, flight: Flight, chunk_bytes: int, forced: bool) -> None:
+    def __init__(self, flight: _flight.CompiledFlight, chunk_bytes: int, forced: bool) -> None:
         self.chunk_bytes = chunk_bytes
         self._flight = flight
         self._forced = forced

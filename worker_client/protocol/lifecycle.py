@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from reducer.errors import ReductionError
-    from worker_client.protocol._flight import CompiledFlight as Flight
+    from worker_client.protocol import _flight
     from worker_client.protocol.context import Context
     from worker_client.protocol.flight import Action
     from worker_client.protocol.link import Link
@@ -46,7 +46,7 @@ class Numbering:
         flight: gives the numbers, which are the same at every rank.
     """
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, flight: _flight.CompiledFlight) -> None:
         self._flight = flight
         self._failed: tuple[int, ReductionError] | None = None  # the number of a call, and why
 

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
 from reducer.wire.constants import PLACES
-from worker_client.protocol._flight import Request
+from worker_client.protocol import _flight
 from worker_client.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from worker_client.protocol._flight import CompiledFlight as Flight
 
 STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
 LAST_S = 1.0  # before its deadline they are asked once more, or halfway if that is later
@@ -27,7 +26,7 @@ HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear tha
 _KEPT_NAMES = 4096
 
 
-class Operation(Request, Work):
+class Operation(_flight.Request, Work):
     """What is asked for, and the handle of whoever does; how far it is, the flight knows.
 
     Args:
@@ -173,7 +172,7 @@ class Pending:
         flight: has them, and knows the earliest of their deadlines.
     """
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, flight: _flight.CompiledFlight) -> None:
         self._flight = flight
 
     def __len__(self) -> int:

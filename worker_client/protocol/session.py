@@ -24,7 +24,7 @@ from reducer.wire.header import Buffer, Header, check_chunk
 from reducer.wire.layout import MEASURED_BYTES
 from reducer.wire.messages import ALL_REDUCERS, Loss, Stragglers, decode, decode_error, worst
 from reducer.wire.states import LinkState, Role, after
-from worker_client.protocol._flight import CompiledFlight
+from worker_client.protocol import _flight
 from worker_client.protocol.context import Context
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
@@ -60,7 +60,9 @@ class Session:
         plan: how buffers are cut.
     """
 
-    def __init__(self, spec: JobSpec, flight: type[CompiledFlight] = CompiledFlight) -> None:
+    def __init__(
+        self, spec: JobSpec, flight: type[_flight.CompiledFlight] = _flight.CompiledFlight
+    ) -> None:
         self._context = context = Context(spec, flight, MEASURED_BYTES)
         self.spec = spec
         self.links, self.flight, self.plan = context.links, context.flight, context.plan

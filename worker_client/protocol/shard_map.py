@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reducer.wire.constants import DType
-    from worker_client.protocol._flight import CompiledFlight as Flight
+    from worker_client.protocol import _flight
     from worker_client.protocol.link import Link
 
 NEVER = -1
@@ -228,7 +228,7 @@ class Plan:
         weights: Sequence[int],
         chunk_bytes: int,
         chunk_bytes_of: Callable[[int, int], int],
-        flight: Flight,
+        flight: _flight.CompiledFlight,
     ) -> None:
         self._flight = flight
         self._weights_of_reducers = weights

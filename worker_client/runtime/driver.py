@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
 from worker_client.protocol.flight import AddStreams, Connect, Finish, Keep, Reset, Send
-from worker_client.runtime._loop import IDLE_S
+from worker_client.runtime import _loop
 from worker_client.runtime.events import Completed, Connected, Disconnected, Refused
 from worker_client.runtime.service_thread import STOP_S
 
@@ -125,7 +125,7 @@ class Driver:
         try:
             self.advance()  # who led before may have left something, and no message of it
             while not (core.closed or core.failure or core.is_wanted(time.monotonic())):
-                self.wait(IDLE_S)
+                self.wait(_loop.IDLE_S)
                 self.advance()
         finally:
             core.leave()
