@@ -150,7 +150,8 @@ class Alone(NamedTuple):
         data = memoryview(bytearray(nbytes))
         operation = Operation(data, DType.UINT8, ReduceOp.MAX, None, 1.0)
         operation.sequence = link
-        self.flight.submit(operation, [LinkShard(link, 0, nbytes)], CHUNK, 0)
+        shards = [LinkShard(link, 0, nbytes)]
+        self.flight.submit(operation, shards, CHUNK, 0, time.monotonic())
         self.transport.refill()
         with ThreadPoolExecutor(1) as thread:
             heard = thread.submit(self.reducers[link].hear_chunks, -(-nbytes // CHUNK))

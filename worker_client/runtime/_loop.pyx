@@ -350,7 +350,7 @@ cdef class Core:
             self.open.pop(operation, None)
             raise LocalProtocolError(SHUT_DOWN)
         if how == CORE_ASKED:
-            self.resume(True)
+            self._stands_in = True
 
     cpdef wait(self, done, double until):
         """Move all-reduces on until `done`, or the clock says `until`, unless others have the lead.

@@ -34,10 +34,7 @@ void core_free(struct core *core)
 
 uint64_t core_leader(struct core *core)
 {
-    pthread_mutex_lock(&core->gate);
-    uint64_t leader = core->leader;
-    pthread_mutex_unlock(&core->gate);
-    return leader;
+    return atomic_load(&core->leader); /* without the gate, which a forked child may find closed */
 }
 
 bool core_take_lead(struct core *core, double until)
@@ -130,7 +127,10 @@ enum core_submitted core_submit(struct core *core, struct all_reduce *asked)
     }
     bool begun = core_start(core);
     core_leave_lead(core);
-    return begun ? CORE_BEGUN : CORE_ASKED;
+    if (begun)
+        return CORE_BEGUN;
+    loop_resume(core->loop, true);
+    return CORE_ASKED;
 }
 
 enum all_reduce_state core_test(const struct all_reduce *asked)

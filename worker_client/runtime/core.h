@@ -13,7 +13,7 @@
 
 enum core_submitted {
     CORE_BEGUN,  /* it is on its way, or will be as soon as whoever leads gets to it */
-    CORE_ASKED,  /* it waits for the session, and nobody leads who would ask it */
+    CORE_ASKED,  /* it waits for the session, which the driver's thread asks: it rests no more */
     CORE_CLOSED, /* nothing may be submitted any more; it does not end */
 };
 
@@ -22,7 +22,7 @@ struct core {
     struct loop *loop;
     pthread_mutex_t gate;    /* held for a few instructions: guards what follows */
     pthread_cond_t free;     /* the lead is */
-    uint64_t leader;         /* the thread that has the lead; 0: none */
+    atomic_uint_least64_t leader; /* the thread that has the lead; 0: none */
     struct all_reduce *first, *last; /* asked for, and not begun, in the order of calls */
     /* The leader's own. */
     enum loop_event event; /* that the session has not heard of */
