@@ -6,8 +6,7 @@
 
 static size_t place_of(uint64_t nbytes, uint64_t turn, uint8_t dtype)
 {
-    uint64_t mixed = (nbytes ^ turn << 40 ^ (uint64_t)dtype << 56) * UINT64_C(0x9E3779B97F4A7C15);
-    return mixed >> 54;
+    return (nbytes / 64 * 31 + nbytes + turn * 61 + dtype * 997u) % CUTS;
 }
 
 const struct cut *cuts_find(const struct cuts *cuts, uint64_t nbytes, uint64_t sequence,
