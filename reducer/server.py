@@ -67,27 +67,23 @@ class Server:
     def __init__(
         self, config: ReducerConfig, keyring: Keyring | None = None, secret: bytes = b""
     ) -> None:
-        if config.impl == "plain":
-            raise ConfigError(
-                "impl: plain is the reference reducer, which `reducer serve` alone starts: unset "
-                "REDUCTION_IMPL where a rank hosts a reducer"
-            )
         table = kernels.select(config.kernel)
-        slots, make_loop, make_transport = _compiled(table)
+        slots, make_loop, make_transport = _compiled(config, table)
         memory = memory_limit(config) // config.threads
         self.context: dict[str, Callable[[], object]] = {}
         with ExitStack() as undo:
             transports: list[Transport] = []
-            for lane in range(config.threads):
-                transport = make_transport(
-                    _endpoint(config.bind, lane),
-                    self.context,
-                    keyring,
-                    max_chunk_bytes=int(config.max_chunk_bytes),
-                    handshake_s=config.handshake_timeout,
+            for endpoint in _endpoints(config):
+                transports.append(
+                    make_transport(
+                        endpoint,
+                        self.context,
+                        keyring,
+                        max_chunk_bytes=int(config.max_chunk_bytes),
+                        handshake_s=config.handshake_timeout,
+                    )
                 )
-                undo.callback(transport.close)
-                transports.append(transport)
+                undo.callback(transports[-1].close)
             host = _reachable(transports[0].host)
             self.lanes = tuple(f"{host}:{transport.port}" for transport in transports)
             self.address = self.lanes[0]
@@ -275,12 +271,20 @@ class _Lane(threading.Thread):
         self.engine.counters.unauthenticated += len(refused)
 
 
-def _compiled(table: Kernels) -> tuple[SlotsModule, type[_loop.Loop], type[Transport]]:
+def _compiled(
+    config: ReducerConfig, table: Kernels
+) -> tuple[SlotsModule, type[_loop.Loop], type[Transport]]:
     """Return what a thread serves with: records of rounds, a loop and a transport.
 
     Raises:
-        ConfigError: they were not built, or cannot call these kernels; the message says what to do.
+        ConfigError: they were not built or not asked for, or cannot call these kernels; the message
+            says what to do.
     """
+    if config.impl == "plain":
+        raise ConfigError(
+            "impl: plain is the reference reducer, which `reducer serve` alone starts: unset "
+            "REDUCTION_IMPL where a rank hosts a reducer"
+        )
     try:
         from reducer.engine import _slots  # noqa: PLC0415 (`reducer status` needs nothing compiled)
         from reducer.runtime import _loop  # noqa: PLC0415
@@ -323,10 +327,12 @@ def _show_rounds(timeline: Timeline, ended: Iterable[EndedRound]) -> None:
         timeline.slice(job, name, (begun_s, done_s), args, parts)
 
 
-def _endpoint(bind: str, lane: int) -> str:
-    """Return where a thread listens: at the port itself, at the one after it, and so on."""
-    host, _, port = bind.rpartition(":")
-    return bind if port == "0" else f"{host}:{int(port) + lane}"
+def _endpoints(config: ReducerConfig) -> list[str]:
+    """Return where threads listen: at the port itself, at the one after it, and so on."""
+    host, _, port = config.bind.rpartition(":")
+    if port == "0":
+        return [config.bind] * config.threads
+    return [f"{host}:{int(port) + lane}" for lane in range(config.threads)]
 
 
 def _reachable(host: str) -> str:
