@@ -55,7 +55,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "docs/api": "API",
         "docs/glossary": "Glossary",
         "docs/architecture": "How it is built",
-        "reducer/wire/README": "Wire protocol",
+        "docs/protocol": "Wire protocol",
         "docs/conformance": "Conformance",
     },
     "Project": {

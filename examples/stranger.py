@@ -1,6 +1,6 @@
 """A client from the specification alone: standard-library Python that imports nothing of ours.
 
-It was written by `reducer/wire/README.md`, whose sections stand in brackets, and by ZMTP's own
+It was written by `docs/protocol.md`, whose sections stand in brackets, and by ZMTP's own
 specification, RFC 37. It is one rank of a job with one reducer and without keys: it joins, sums
 FLOAT32 buffers of several sizes, checks them and leaves.
 

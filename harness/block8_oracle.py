@@ -1,4 +1,4 @@
-"""Blocks by their specification (`reducer/wire/README.md`, section 4), without the product's code.
+"""Blocks by their specification (`docs/protocol.md`, section 4), without the product's code.
 
 A block has 256 bytes: a little-endian float32 scale, and 252 int8 or E4M3, by the setting that it
 is sent with: ``int8`` or ``fp8_e4m3``.

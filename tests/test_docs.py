@@ -18,7 +18,7 @@ from worker_client.config import WorkerConfig
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-FILES = ("*.md", "docs/**/*.md", "[bfr]*/**/README.md", ".github/*.md", ".github/ISSUE_TEMPLATE/*")
+FILES = ("*.md", "docs/**/*.md", "[bf]*/**/README.md", ".github/*.md", ".github/ISSUE_TEMPLATE/*")
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text()
     for files in FILES

@@ -33,7 +33,7 @@ FIELDS: dict[str, Any] = {
     "window": 0,
     "history": 0x9E3779B97F4A7C15,
 }
-# By the table of reducer/wire/README.md, section 2: the byte before `since` is set aside.
+# By the table of docs/protocol.md, section 2: the byte before `since` is set aside.
 FRAME = struct.pack("<4sBBHQIIQQQQIIBBBxIQQQ", b"RDSV", 1, *FIELDS.values())
 
 

@@ -15,7 +15,7 @@ class Case(NamedTuple):
     """One thing that the specification demands.
 
     Attributes:
-        section: of the specification, `wire/README.md`.
+        section: of the specification, `docs/protocol.md`.
         what: the demand, as a sentence.
         run: tries it; raises `FailedCaseError` if it is not met.
     """

@@ -1,4 +1,4 @@
-"""Which key may join which job (sans I/O); the rule is that of `wire/README.md`, section 10."""
+"""Which key may join which job (sans I/O); the rule is that of `docs/protocol.md`, section 10."""
 
 from __future__ import annotations
 

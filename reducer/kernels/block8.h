@@ -1,4 +1,4 @@
-/* Blocks of 252 values with one scale (BLOCK8 and BLOCK8_E4M3: reducer/wire/README.md, section 4),
+/* Blocks of 252 values with one scale (BLOCK8 and BLOCK8_E4M3: docs/protocol.md, section 4),
  * to and from float.
  *
  * Included by the templates, after isa_<variant>.h. A block is handled as 256 lanes in the order of

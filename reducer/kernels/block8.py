@@ -1,4 +1,4 @@
-"""Blocks of 252 values with one scale, in NumPy (`reducer/wire/README.md`, section 4)."""
+"""Blocks of 252 values with one scale, in NumPy (`docs/protocol.md`, section 4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How both ends of a link prove that they know their job's secret (`README.md`, section 10)."""
+"""How both ends prove that they know their job's secret (`docs/protocol.md`, section 10)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The protocol's numbers on one screen; `README.md` beside this file says what they mean.
+"""The protocol's numbers on one screen; `docs/protocol.md` says what they mean.
 
 A code that has been published is never given another meaning.
 """
@@ -126,7 +126,7 @@ class ReduceOp(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """One code per leaf of `reducer.errors`; the sentences are in `README.md`."""
+    """One code per leaf of `reducer.errors`; the sentences are in `docs/protocol.md`."""
 
     PROTOCOL = 1
     VERSION = 2

@@ -1,4 +1,4 @@
-/* The protocol's fixed header (README.md, section 2) for the compiled loops: the twin of header.py.
+/* The fixed header (docs/protocol.md, section 2) for the compiled loops: the twin of header.py.
  *
  * Every field is naturally aligned and the wire is little-endian, so the struct is the 96 bytes. A
  * frame may start at any address: copy it in before reading.

@@ -1,4 +1,4 @@
-"""The fixed header that starts every message (`README.md`, section 2)."""
+"""The fixed header that starts every message (`docs/protocol.md`, section 2)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERSION = f"{VERSION_MAJOR}.{VERSION_MINOR}"
 
 
 class Header(NamedTuple):
-    """One header's fields; `README.md` gives the meaning of each.
+    """One header's fields; `docs/protocol.md` gives the meaning of each.
 
     `dtype`, `op` and `wire_dtype` are 0 in messages that carry no elements.
     """

@@ -1,4 +1,4 @@
-"""Whose a job's name is (`README.md`, section 10): keys are bound to the first part of names."""
+"""Whose a job's name is: a key is bound to its first part (`docs/protocol.md`, section 10)."""
 
 from __future__ import annotations
 

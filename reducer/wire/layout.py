@@ -1,4 +1,4 @@
-"""Buffer -> shards -> chunks: pure arithmetic that every rank must do alike (`README.md`, 7)."""
+"""Buffer -> shards -> chunks: arithmetic that every rank must do alike (`docs/protocol.md`, 8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may say what, and when: the state of one link as a table (`README.md`, section 5).
+"""Who may say what, and when: the state of one link as a table (`docs/protocol.md`, section 5).
 
 Both ends step the same table with every message, sent or received.
 """

@@ -1,4 +1,4 @@
-"""README.md is the specification: its tables and the code say the same."""
+"""docs/protocol.md is the specification: its tables and the code say the same."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import reducer.wire
 from reducer import errors
 from reducer.conformance import client_cases
 from reducer.wire import constants, layout, messages
@@ -14,7 +13,7 @@ from reducer.wire.constants import DType, ErrorCode, MessageType, ReduceOp
 from reducer.wire.header import LAYOUT, PREFIX, Header
 from reducer.wire.states import TRANSITIONS, LinkState, Role
 
-TEXT = Path(reducer.wire.__file__).with_name("README.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 SECTIONS = {int(part.split(".")[0]): part for part in re.split(r"^## ", TEXT, flags=re.M)[1:]}
 
 

@@ -2,7 +2,7 @@
  *
  * A value is rounded to nearest, ties to even; one beyond the type's range becomes infinite. A NaN
  * becomes the positive quiet NaN without payload, as in a fold (reducer/kernels/fold.h). Blocks
- * have 252 values and one scale (reducer/wire/README.md, section 4); the last one is filled up with
+ * have 252 values and one scale (docs/protocol.md, section 4); the last one is filled up with
  * zeros. The bits are the same in every variant and on every CPU.
  */
 #ifndef WORKER_CLIENT_CAST_H
