@@ -55,7 +55,7 @@ KERNELS = "reducer/kernels"
 ZMTP = [f"reducer/zmtp/{name}.c" for name in ("zmtp", "curve")]
 # What calls libsodium.
 SODIUM = {"reducer/zmtp/curve.c", "reducer.zmtp._keys"}
-ENGINE = [*ZMTP, *(f"reducer/zmtp/{name}.c" for name in ("connection", "pair", "pulse"))]
+ENGINE = [*ZMTP, *(f"reducer/zmtp/{name}.c" for name in ("channel", "connection", "heartbeat"))]
 # By its extension: what each is built from, besides its own .pyx.
 SOURCES = {
     "reducer.kernels._kernels": [
@@ -85,7 +85,7 @@ SOURCES = {
 }
 # What a checkout has for its tests and its fuzzer, and no wheel: extensions, and failpoints in the
 # loops (torture/failpoints).
-TESTS = {"tests.zmtp._zmtp": ZMTP, "tests.zmtp._connection": [*ZMTP, "reducer/zmtp/pair.c"]}
+TESTS = {"tests.zmtp._zmtp": ZMTP, "tests.zmtp._connection": [*ZMTP, "reducer/zmtp/channel.c"]}
 TESTS = TESTS if Path("tests").is_dir() else {}
 FAILPOINTS = [("REDUCTION_FAILPOINTS", None)] if Path("torture").is_dir() else []
 HEADERS = [

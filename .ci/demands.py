@@ -106,7 +106,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (_modules("failover shard_map"), (f"{JOBS}faults.py", f"{JOBS}failures.py")),
     (_modules("fallback process_group"), (f"{JOBS}faults.py",)),
     (
-        _modules("elastic communicator membership replay_log reconcile lobby admission"),
+        _modules("elastic communicator membership* replay_log reconcile newcomers"),
         ("tests/memberships", f"{JOBS}faults.py", f"{JOBS}join.py", "tests/lab/test_elastic.py"),
     ),
     ("worker_client/outer/*", ("tests/quorum", f"{JOBS}quorum.py", FRAMEWORKS)),

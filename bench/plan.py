@@ -65,7 +65,7 @@ def show(row: Row, mbit: float) -> float:
 def predict(row: Row, mbit: float) -> float:
     """Return what the plan says of a row's all-reduce, seconds."""
     gbps = mbit / 1000
-    job = plan.Job(row.workers, gbps, gbps, row.nbytes)
+    job = plan.PlannedJob(row.workers, gbps, gbps, row.nbytes)
     topology: network_model.Topology = "pool"
     if row.contender == "embedded":
         topology = "embedded"

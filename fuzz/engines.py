@@ -11,7 +11,7 @@ from fuzz.model import Model
 from fuzz.source import Source, check
 from fuzz.twins import Twins
 from reducer.engine.actions import Close, Resume
-from reducer.engine.engine import AWAY_S
+from reducer.engine.engine import UNREACHABLE_S
 from reducer.engine.limits import Limits
 from reducer.errors import RankLostError, ReductionError, ReductionTimeout
 from reducer.wire.constants import (
@@ -91,10 +91,10 @@ class World:
         for peer in self._peers:
             self._lost(peer)
         for _ in range(3):
-            self._pass(2 * AWAY_S)
+            self._pass(2 * UNREACHABLE_S)
             for peer in self._peers:
                 self._lost(peer)
-        self._pass(2 * AWAY_S)
+        self._pass(2 * UNREACHABLE_S)
         self.model.left()
 
     # -- what happens -------------------------------------------------------------------------

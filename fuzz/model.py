@@ -12,7 +12,7 @@ from reducer.errors import LocalProtocolError
 from reducer.kernels.plain import PlainKernels
 from reducer.wire.constants import SPARE_CHUNKS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
-from reducer.wire.layout import charge
+from reducer.wire.layout import cost
 from reducer.wire.messages import Challenge, Loss, Stragglers, Welcome, decode, decode_error
 
 if TYPE_CHECKING:
@@ -185,15 +185,15 @@ class Model:
                 check(absent > 0 or slot.asked is not None, "a complete slot is summed at once")
                 for rank in slot.ranks():
                     if round_.left_since(rank) is None:
-                        held[rank] += charge(slot.nbytes)
-        used = sum(held[rank] for rank in job.members) + job.rounds.taken()
+                        held[rank] += cost(slot.nbytes)
+        used = sum(held[rank] for rank in job.members) + job.rounds.used()
         check(used <= job.reserved, f"{used} bytes are used, {job.reserved} reserved")
         most_of_all = self._limits.job_memory_limit or self._memory_limit
         check(job.reserved <= most_of_all, f"{job.reserved} of {most_of_all} bytes are one job's")
         check(job.max_chunk_bytes <= self._limits.max_chunk_bytes, "chunks are too large")
         for rank, member in job.members.items():
             check(member.held == held[rank], f"rank {rank} holds {held[rank]}, not {member.held}")
-            spare = SPARE_CHUNKS * charge(job.max_chunk_bytes)
+            spare = SPARE_CHUNKS * cost(job.max_chunk_bytes)
             windows = 2 if self._engine.members.streams(member.peer) else 1
             most = windows * member.window + spare
             check(member.held <= most, f"rank {rank} holds {member.held} of {most}")

@@ -95,7 +95,7 @@ class Life:
                 elastic=source.chance(4),
                 streams=0,
                 resumes=True,
-                patience_s=source.pick((math.inf, 1.0)),
+                reducers_timeout_s=source.pick((math.inf, 1.0)),
                 hosts={len(reducers) - 1: world_size - 1} if hosted else {},
             )
         )

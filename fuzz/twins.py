@@ -119,7 +119,7 @@ class Twins:
 
 
 def _state(job: Job) -> tuple[object, ...]:
-    return job.key, job.reached(), sorted(job.rounds), job.reserved, job.rounds.taken()
+    return job.key, job.reached(), sorted(job.rounds), job.reserved, job.rounds.used()
 
 
 def _lagging(answers: Answers, expected: Answers) -> bool:

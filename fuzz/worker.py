@@ -9,7 +9,7 @@ from worker_client.protocol.flight import (
     Connect,
     Finish,
     HandOver,
-    Keep,
+    MakeResumable,
     Reset,
     Send,
 )
@@ -59,7 +59,12 @@ class Worker:
         if isinstance(action, HandOver):
             unfinished = [call.operation for call in action.calls if call.operation is not None]
             return "hand over", tuple(map(self.number, unfinished))
-        kinds = {Reset: "reset", AddStreams: "add streams", Keep: "keep", Connect: "connect"}
+        kinds = {
+            Reset: "reset",
+            AddStreams: "add streams",
+            MakeResumable: "keep",
+            Connect: "connect",
+        }
         return kinds[type(action)], *action
 
     def do(self, actions: list[Action], now: float) -> list[tuple[Any, ...]]:

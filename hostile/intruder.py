@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from hostile.lines import Bare, Encrypted, Line
 from hostile.zmtp import STRANGERS, mutated
-from reducer.wire.constants import PATIENCE_MS, DType, MessageType, ReduceOp
+from reducer.wire.constants import PEER_TIMEOUT_MS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import Hello, encode
 
@@ -43,7 +43,7 @@ class Worker:
         *,
         world_size: int = 2,
         window: int = WINDOW,
-        patience_ms: int = PATIENCE_MS,
+        patience_ms: int = PEER_TIMEOUT_MS,
         features: int = 0,
         keys: Path | None = None,
     ) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from reducer.engine.rounds import Counters
+    from reducer.engine.rounds import EngineCounters
 
 
 class LogLevel(StrEnum):
@@ -204,7 +204,7 @@ def _serve_reference(stop: threading.Event, settings: ReducerConfig, form: LogFo
     )
 
 
-def _serve_until(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> Counters:
+def _serve_until(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> EngineCounters:
     """Serve until a signal, the end of a thread, or whoever else sets `stop`."""
     grace_s = 0.0
 

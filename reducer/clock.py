@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reducer.wire.constants import LONGEST_PATIENCE_MS
+from reducer.wire.constants import LONGEST_PEER_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,23 +22,23 @@ JUDGED_S = 0.08  # of a message that has begun: in less, one heartbeat would be 
 SPARE_ROUND_TRIPS = 5
 
 
-def is_lost(silent_s: float, patience_s: float, round_trip_s: float) -> bool:
+def is_lost(idle_s: float, peer_timeout_s: float, round_trip_s: float) -> bool:
     """Whether a peer has been silent for too long.
 
     Args:
-        silent_s: for how long, seconds.
-        patience_s: how long it may be in a near network.
+        idle_s: for how long, seconds.
+        peer_timeout_s: how long it may be in a near network.
         round_trip_s: the shortest of its connection; 0 if that is not known.
     """
     # What a peer has to do with its round trip must not keep its place for ever.
-    longest_s = max(patience_s, LONGEST_PATIENCE_MS / 1000)
-    return silent_s > min(patience_s + SPARE_ROUND_TRIPS * round_trip_s, longest_s)
+    longest_s = max(peer_timeout_s, LONGEST_PEER_TIMEOUT_MS / 1000)
+    return idle_s > min(peer_timeout_s + SPARE_ROUND_TRIPS * round_trip_s, longest_s)
 
 
-def no_heartbeat(silent_s: float) -> str:
+def no_heartbeat(idle_s: float) -> str:
     """Say for how long a peer was silent, and what to do if it had only been stopped."""
     return (
-        f"no heartbeat for {silent_s:.1f} s (if it was only stopped, "
+        f"no heartbeat for {idle_s:.1f} s (if it was only stopped, "
         "set REDUCTION_PATIENCE to more than that)"
     )
 
@@ -74,7 +74,7 @@ class ServingTime:
         return self._paused_s if self._latest - self._resumed < RECENT_S else 0.0
 
 
-class Silence:
+class IdleTime:
     """For how long nothing has come from a peer, over a connection of our own.
 
     Args:

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from reducer import units
-from reducer.engine.limits import Limits, Patience
+from reducer.engine.limits import ConnectionLimits, Limits
 from reducer.errors import ConfigError
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_LANES, MAX_WORLD_SIZE, PORT
 from reducer.wire.layout import LARGEST_CHUNK
@@ -31,7 +31,7 @@ from reducer.wire.layout import LARGEST_CHUNK
 FILES_BESIDES = 64  # that a reducer has open, besides connections
 MOST_HTTP = 1024  # connections of the HTTP port
 _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-# Of workers, which may have the environment of a reducer.
+# Settings of workers, which a reducer's environment may have, too.
 WORKER_SETTINGS = (
     *("servers", "embedded", "encrypt", "job", "generation", "chunk_bytes", "window_bytes"),
     *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "fallback"),
@@ -205,7 +205,7 @@ class ReducerConfig(BaseSettings):
         """Return what each thread admits."""
         most = self.job_memory_limit
         of_key = self.max_connections_per_key
-        connections = self.patience().max_connections
+        connections = self.connection_limits().max_connections
         return Limits(
             max_jobs=self.max_jobs,
             max_jobs_per_key=self.max_jobs_per_key,
@@ -225,7 +225,7 @@ class ReducerConfig(BaseSettings):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return MOST_HTTP if files == resource.RLIM_INFINITY else min(files // 8, MOST_HTTP)
 
-    def patience(self) -> Patience:
+    def connection_limits(self) -> ConnectionLimits:
         """Return what each thread allows connections, with the files that may be opened."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = 2 * self.max_connections  # with further streams, of which there are not as many
@@ -233,7 +233,7 @@ class ReducerConfig(BaseSettings):
             beside = FILES_BESIDES + (self.http_connections if self.http else 0)
             most = min(most, max(files - beside, files // 2))
         first, most = (max(1, n // self.threads) for n in (min(self.max_connections, most), most))
-        return Patience(first, 2 * self.handshake_timeout, most)
+        return ConnectionLimits(first, 2 * self.handshake_timeout, most)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import logging
 class Listener(logging.Handler):
     """Hears records; they are shown, or not, as if this handler did not exist."""
 
-    def hear(self, record: logging.LogRecord, text: str) -> None:
+    def take(self, record: logging.LogRecord, text: str) -> None:
         """Take a record, whose message is `text`."""
         raise NotImplementedError
 
@@ -23,7 +23,7 @@ class Listener(logging.Handler):
         except Exception:  # noqa: BLE001 (whatever shows the record reports its wrong format)
             text = None
         if text is not None:
-            self.hear(record, text)
+            self.take(record, text)
         found, last = _handlers(logging.getLogger(record.name)), logging.lastResort
         alone = all(isinstance(one, Listener) for one in found)
         if alone and found[:1] == [self] and last is not None and record.levelno >= last.level:

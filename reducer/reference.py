@@ -1,4 +1,4 @@
-"""The reference reducer: the specification (`wire/README.md`) as a program, to be read beside it.
+"""The reference reducer: the specification (`docs/protocol.md`) as a program, to be read beside it.
 
 It shares no rule with the reducer that serves, and its sockets are libzmq's. What both take from
 `reducer.wire` are the specification's tables, which a test compares with the text, and
@@ -31,7 +31,7 @@ from reducer.wire import messages
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, PLACES, DType, ReduceOp
 from reducer.wire.constants import MessageType as M
 from reducer.wire.header import Header, check_chunk, fingerprint
-from reducer.wire.layout import LARGEST_CHUNK, charge
+from reducer.wire.layout import LARGEST_CHUNK, cost
 from reducer.wire.messages import Hello, Loss, Stragglers, decode, encode, encode_error
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Job:
         """Return what contributions in open slots take of a window, bytes."""
         slots = [slot for _, round_ in self.live() for slot in round_.slots.values()]
         parts = [slot.parts.get(member.rank, (None, None)) for slot in slots]
-        return sum(charge(len(data)) for one, data in parts if one is member and data is not None)
+        return sum(cost(len(data)) for one, data in parts if one is member and data is not None)
 
     def reached(self) -> int:
         """Every all-reduce below this number is finished at every rank."""
@@ -131,8 +131,8 @@ class Job:
 # -- who may say what, and what comes of it [5, 6] ------------------------------------------------
 
 # Before a rank whose connection broke is lost, and for a member to show that it lives.
-AWAY_S, CONTEST_S = 1.0, 0.5
-PING_S, FORGIVE_S, FAREWELL_S, STRANGER_S, DRAIN_S = 0.5, 10.0, 1.0, 90.0, 2.0
+UNREACHABLE_S, CONTEST_S = 1.0, 0.5
+PING_S, FORGIVE_S, FAREWELL_S, UNJOINED_S, DRAIN_S = 0.5, 10.0, 1.0, 90.0, 2.0
 FROM_MEMBERS = (M.CONTRIBUTION, M.RETAINED, M.ABORT, M.STRAGGLERS, M.SHARD_MAP, M.GOODBYE)
 _EQUAL = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes", "patience_ms")
 
@@ -188,7 +188,7 @@ class Reducer:
         self._waiting.pop(peer, None)
         member = self.members.get(peer)
         if member is not None and member.leaves_at is None:
-            member.leaves_at = self._now + AWAY_S
+            member.leaves_at = self._now + UNREACHABLE_S
 
     def tick(self, now: float) -> None:
         """Do what is due; called several times a second."""
@@ -206,7 +206,7 @@ class Reducer:
             for member in job.members.values():
                 self._say(member.peer, Header(M.PING, watermark=job.reached()), *lost)
             for why in [*job.barred.values()][:1]:
-                self._tell_all(job, why)
+                self._send_error_to_all(job, why)
 
     def drain(self, address: str) -> None:
         """Tell every member that this reducer shuts down, and admit no other."""
@@ -261,19 +261,21 @@ class Reducer:
         for loss in job.losses.values():
             self._say(peer, _of(job, M.SHARD_MAP), encode(loss))
         if earlier is not None:
-            self._tell_all(earlier, _stale(earlier.hello.job, earlier.generation, job.generation))
+            self._send_error_to_all(
+                earlier, _stale(earlier.hello.job, earlier.generation, job.generation)
+            )
             for one in earlier.members.values():
                 del self.members[one.peer]
 
     def _make_way(self, job: Job, header: Header, hello: Hello) -> None:
         """End the earlier life of a rank whose connection broke, as it comes back."""
-        away = [member for member in job.members.values() if member.leaves_at is not None]
-        back = [member for member in away if member.rank == header.rank]
-        whole, other = len(away) == len(job.members), _differ(job.hello.run, hello.run)
+        unreachable = [member for member in job.members.values() if member.leaves_at is not None]
+        back = [member for member in unreachable if member.rank == header.rank]
+        whole, other = len(unreachable) == len(job.members), _differ(job.hello.run, hello.run)
         if back and _goes_on(back[0], header, hello) and not other:
             self._depart(back[0], _lost(back[0]))  # it lives, so nobody needs to fail
         elif back or (whole and other):
-            for member in away if whole else back:
+            for member in unreachable if whole else back:
                 self._leave(member, _lost(member))
 
     def _check_rejoin(self, job: Job, header: Header, hello: Hello) -> None:
@@ -292,7 +294,7 @@ class Reducer:
                     job.barred[header.rank] = error
                     for sequence, round_ in job.live():
                         self._fail(job, sequence, round_, error)
-                    self._tell_all(job, error)
+                    self._send_error_to_all(job, error)
                 raise error
         if header.rank in job.members:
             raise errors.DuplicateRankError("a live worker has this rank", rank=header.rank)
@@ -343,15 +345,15 @@ class Reducer:
         round_ = self._round(member, header)
         slot = round_.slots.get(header.offset)
         if round_.error is not None:
-            self._tell(job, sequence, round_)
+            self._send_error(job, sequence, round_)
             return
         if any(one.rank == rank and one is not member for one in round_.spoke):
             self._fail(job, sequence, round_, _lost(member))  # it had begun before it came back
             return
         if (slot is not None and rank in slot.parts) or header.offset in round_.done:
             return
-        most = member.window + 4 * charge(job.chunk_bytes)
-        if payload is not None and job.held(member) + charge(len(payload)) > most:
+        most = member.window + 4 * cost(job.chunk_bytes)
+        if payload is not None and job.held(member) + cost(len(payload)) > most:
             raise errors.CapacityError(f"rank {rank} exceeded its window", limit="window")
         error: ReductionError | None = _disagreement(header, round_, slot)
         if slot is None:
@@ -364,7 +366,7 @@ class Reducer:
         if len(slot.parts) == job.hello.world_size:
             self._complete(job, round_, slot)
         if sequence % PLACES <= 1:
-            self._settle_question(job, sequence - sequence % PLACES)
+            self._end_agreement(job, sequence - sequence % PLACES)
 
     def _round(self, member: Member, header: Header) -> Round:
         job, sequence = member.job, header.sequence
@@ -423,21 +425,21 @@ class Reducer:
             if isinstance(error, errors.ReductionTimeout) and not error.missing:
                 error.missing = job.missing(round_)
             self._fail(job, first, round_, round_.error or error)
-            self._settle_question(job, first - 1)
+            self._end_agreement(job, first - 1)
         self._advance(member, header)  # afterwards: the sender is done with this all-reduce
 
-    def _settle_question(self, job: Job, sequence: int) -> None:
+    def _end_agreement(self, job: Job, sequence: int) -> None:
         """End a question if a rank has gone on without it, or in another epoch [8]."""
-        question, call = job.rounds.get(sequence), job.rounds.get(sequence + 1)
-        if not (question and call and question.first and call.first) or question.error:
+        agreement, call = job.rounds.get(sequence), job.rounds.get(sequence + 1)
+        if not (agreement and call and agreement.first and call.first) or agreement.error:
             return
-        asked, begun = question.first, call.first
-        if begun.epoch != asked.epoch + 1 and question.waits_for(begun.rank):
+        asked, begun = agreement.first, call.first
+        if begun.epoch != asked.epoch + 1 and agreement.waits_for(begun.rank):
             same, what = begun.epoch == asked.epoch, f"all-reduce {sequence // PLACES}"
             one = asked.rank, "asked" if same else asked.epoch
             other = begun.rank, "not asked" if same else begun.epoch
             name = "question" if same else "epoch"
-            self._fail(job, sequence, question, MismatchError.between(what, name, one, other))
+            self._fail(job, sequence, agreement, MismatchError.between(what, name, one, other))
 
     def _stragglers(self, member: Member, header: Header, _payload: bytes) -> None:
         job, round_ = member.job, member.job.rounds.get(header.sequence)
@@ -467,16 +469,16 @@ class Reducer:
     def _fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> None:
         round_.error = error
         round_.slots.clear()
-        self._tell(job, sequence, round_)
+        self._send_error(job, sequence, round_)
 
-    def _tell(self, job: Job, sequence: int, round_: Round) -> None:
+    def _send_error(self, job: Job, sequence: int, round_: Round) -> None:
         assert round_.error is not None
         for member in job.members.values():
             if member in round_.spoke and member not in round_.told:
                 round_.told.add(member)
                 self._say(member.peer, _of(job, M.ERROR, sequence), encode_error(round_.error))
 
-    def _tell_all(self, job: Job, error: ReductionError) -> None:
+    def _send_error_to_all(self, job: Job, error: ReductionError) -> None:
         for member in job.members.values():
             self._say(member.peer, _of(job, M.ERROR), encode_error(error))
 
@@ -608,7 +610,7 @@ def _ends(peer: bytes, reducer: Reducer, lines: Lines, now: float) -> bool:
     line, since = lines[peer]
     member = reducer.members.get(peer)
     if member is None:
-        return reducer.ending.get(peer, since + STRANGER_S) <= now
+        return reducer.ending.get(peer, since + UNJOINED_S) <= now
     lines[peer] = line, now
     info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     (silent_ms,) = struct.unpack_from("I", info, LAST_DATA_RECV)

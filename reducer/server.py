@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from reducer import __version__, kernels
 from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
-from reducer.engine.rounds import Counters
+from reducer.engine.rounds import EngineCounters
 from reducer.errors import ConfigError
 from reducer.kernels.plain import PlainKernels
 from reducer.memory import memory_limit
@@ -131,9 +131,9 @@ class Server:
         log.info("serves with the %s kernels", table.name)
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> EngineCounters:
         """What it has done since it started, over all threads."""
-        return sum((lane.engine.counters for lane in self._lanes), Counters())
+        return sum((lane.engine.counters for lane in self._lanes), EngineCounters())
 
     @property
     def alive(self) -> bool:
@@ -202,7 +202,7 @@ class _Lane(threading.Thread):
         self.engine = engine
         self.failure: BaseException | None = None
         self._transport = transport
-        self._guard = Guard(engine, transport, config.patience())
+        self._guard = Guard(engine, transport, config.connection_limits())
         self.inbox = StatusInbox(engine, self._guard, transport.port)
         self._make_loop = make_loop
         self.grace_s = 0.0

@@ -40,7 +40,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 log = logging.getLogger(__name__)
 
 
-class _Event(NamedTuple):
+class _TraceEvent(NamedTuple):
     """One slice, or an instant if it has no end; times in seconds of the monotonic clock."""
 
     track: str
@@ -77,7 +77,7 @@ class Timeline:
         self._pid = os.getpid()
         # By track: the number of its first lane, and when each lane was last in use.
         self._tracks: dict[str, tuple[int, list[float]]] = {}
-        self._waiting: deque[_Event] = deque()
+        self._waiting: deque[_TraceEvent] = deque()
         self._dropped = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,11 +112,11 @@ class Timeline:
 
         What overlaps on a track is shown in lines below each other. Parts follow one another.
         """
-        self._add(_Event(track, name, *span, args, parts))
+        self._add(_TraceEvent(track, name, *span, args, parts))
 
     def instant(self, track: str, name: str, at_s: float, args: Mapping[str, object]) -> None:
         """Add something that happened at a moment, in seconds of the monotonic clock."""
-        self._add(_Event(track, name, at_s, None, args, ()))
+        self._add(_TraceEvent(track, name, at_s, None, args, ()))
 
     def close(self) -> None:
         """Write the rest. May be called again, or by a child that has none of it."""
@@ -129,7 +129,7 @@ class Timeline:
         os.close(self._file)
         atexit.unregister(self.close)
 
-    def _add(self, event: _Event) -> None:
+    def _add(self, event: _TraceEvent) -> None:
         if self._full:
             return
         if len(self._waiting) < MOST_WAITING:
@@ -150,7 +150,7 @@ class Timeline:
                 lines += self._lines(self._waiting.popleft())
             dropped, self._dropped = self._dropped, 0
             if dropped:
-                lost = _Event(
+                lost = _TraceEvent(
                     "events", f"{dropped} events are missing", time.monotonic(), None, {}, ()
                 )
                 lines += self._lines(lost)
@@ -161,7 +161,7 @@ class Timeline:
         data = ",\n".join(lines).encode()
         if self._size + len(data) > self._most_bytes:
             self._full = True
-            full = _Event("events", "the file is full", time.monotonic(), None, {}, ())
+            full = _TraceEvent("events", "the file is full", time.monotonic(), None, {}, ())
             data = ",\n".join(self._lines(full)).encode()
             log.warning("the timeline %s is full: what follows is left out", self._path)
         data = (b",\n" if self._size else b"[\n") + data
@@ -181,7 +181,7 @@ class Timeline:
             return
         self._size += len(data)
 
-    def _lines(self, event: _Event) -> list[str]:
+    def _lines(self, event: _TraceEvent) -> list[str]:
         track, name, begin_s, end_s, args, parts = event
         if track not in self._tracks:
             self._tracks[track] = LANES * (1 + len(self._tracks)), []
@@ -227,7 +227,7 @@ class LogEvents(Listener):
         super().__init__(level)
         self._timeline = timeline
 
-    def hear(self, record: logging.LogRecord, text: str) -> None:
+    def take(self, record: logging.LogRecord, text: str) -> None:
         """Add a record as an instant."""
         args = {"level": record.levelname.lower(), "logger": record.name}
         self._timeline.instant("events", text, time.monotonic(), args)

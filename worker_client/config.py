@@ -24,13 +24,13 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from reducer import units
 from reducer.errors import ConfigError
 from reducer.wire.constants import (
-    LONGEST_PATIENCE_MS,
+    LONGEST_PEER_TIMEOUT_MS,
     MAX_CHUNK_BYTES,
     MAX_JOB_NAME_BYTES,
     MAX_STREAMS,
-    PATIENCE_MS,
+    PEER_TIMEOUT_MS,
     SHARD_ALIGNMENT,
-    SHORTEST_PATIENCE_MS,
+    SHORTEST_PEER_TIMEOUT_MS,
     DType,
 )
 from worker_client.launch import Launcher, resolve
@@ -84,7 +84,7 @@ Seconds = Annotated[
 AUTO = BeforeValidator(_auto)  # of settings in which 0 stands for that
 AutoBytes = Annotated[ByteSize, AUTO]
 _SECONDS_OF = TypeAdapter[float](Seconds)
-_PATIENCE_OF = TypeAdapter[float](Annotated[float, BeforeValidator(units.duration), Field(ge=0)])
+_WAIT = TypeAdapter[float](Annotated[float, BeforeValidator(units.duration), Field(ge=0)])
 
 
 class WorkerConfig(BaseSettings):
@@ -159,8 +159,12 @@ class WorkerConfig(BaseSettings):
 
     patience: Annotated[
         Seconds,
-        Field(ge=SHORTEST_PATIENCE_MS / 1000, le=LONGEST_PATIENCE_MS / 1000, validate_default=True),
-    ] = PATIENCE_MS / 1000
+        Field(
+            ge=SHORTEST_PEER_TIMEOUT_MS / 1000,
+            le=LONGEST_PEER_TIMEOUT_MS / 1000,
+            validate_default=True,
+        ),
+    ] = PEER_TIMEOUT_MS / 1000
     """How long a reducer or a rank may be silent before it counts as lost, 0.5 s to 60 s and two
     heartbeats at least, the same at every rank; five round trips of the network come on top. Raise
     it for networks with long pauses, or for
@@ -273,7 +277,7 @@ class WorkerConfig(BaseSettings):
 
     @field_validator("patience")
     @classmethod
-    def _check_patience(cls, value: float, info: ValidationInfo) -> float:
+    def _check_peer_timeout(cls, value: float, info: ValidationInfo) -> float:
         heartbeat = info.data.get("heartbeat", 0.0)
         if value < 2 * heartbeat:
             raise ValueError(
@@ -361,13 +365,13 @@ def seconds(name: str, value: object) -> float:
     return _read(_SECONDS_OF, name, value)
 
 
-def patience(name: str, value: object) -> float:
+def wait_s(name: str, value: object) -> float:
     """Read how long to wait at most, given as the argument `name`: from 0 s to infinity.
 
     Raises:
         ConfigError: it is no duration; the message says what to write.
     """
-    return _read(_PATIENCE_OF, name, value)
+    return _read(_WAIT, name, value)
 
 
 def _read(durations: TypeAdapter[float], name: str, value: object) -> float:

@@ -43,7 +43,7 @@ _OUTSIDE_BACKWARD = -1
 log = logging.getLogger(__name__)
 
 
-class _Call(NamedTuple):
+class _HookCall(NamedTuple):
     """An all-reduce of a part of a bucket.
 
     Attributes:
@@ -224,11 +224,11 @@ class ReductionState:
         self._residuals = loaded
         self._changed.clear()
 
-    def calls(self, bucket: GradBucket) -> list[_Call]:
+    def calls(self, bucket: GradBucket) -> list[_HookCall]:
         """Return the all-reduces that a bucket makes, the same at every rank."""
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if buffer.layout is not torch.strided or not self.client.rounds(buffer):
-            return [_Call(buffer, exact=True)]
+            return [_HookCall(buffer, exact=True)]
         gradients = buffer.split_with_sizes([_real(one).numel() for one in parameters])
         large, small = [], []
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -237,14 +237,14 @@ class ReductionState:
             else:
                 large.append((parameter, gradient, parameter in self._excluded))
         if all(exact for *_, exact in large):
-            return [_Call(buffer, exact=True)]
+            return [_HookCall(buffer, exact=True)]
         calls = []
         if small:
             pack = Pack(small)
-            calls.append(_Call(pack.buffer, exact=True, finish=pack.unpack))
+            calls.append(_HookCall(pack.buffer, exact=True, finish=pack.unpack))
         for parameter, gradient, exact in large:
             residual = None if exact else self._residual(parameter)
-            calls.append(_Call(gradient, exact=exact, residual=residual))
+            calls.append(_HookCall(gradient, exact=exact, residual=residual))
         return calls
 
     def _residual(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -353,7 +353,7 @@ class _LastOf:
     """Calls `finish` when the last of a bucket's calls has ended, with the first error or None."""
 
     def __init__(
-        self, calls: list[_Call], finish: "Callable[[BaseException | None], None]"
+        self, calls: list[_HookCall], finish: "Callable[[BaseException | None], None]"
     ) -> None:
         self._calls = calls
         self._finish = finish

@@ -1,4 +1,4 @@
-"""The reference client: the specification (`reducer/wire/README.md`) as a program.
+"""The reference client: the specification (`docs/protocol.md`) as a program.
 
 It is to be read beside that. It shares no rule with the client of this package, and its sockets are
 libzmq's. What both take from `reducer.wire` are the specification's tables and the arithmetic of
@@ -34,7 +34,7 @@ from reducer.wire.messages import ALL_REDUCERS, Hello, Loss, decode, encode, enc
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-QUESTION, EVERY_LANE = "what the links carry", 64
+AGREEMENT_NAME, EVERY_LANE = "what the links carry", 64
 FROM_REDUCERS = (M.WELCOME, M.RESULT, M.ERROR, M.PING, M.GOODBYE, M.SHARD_MAP, M.RETAINED)
 WINDOW, LARGEST_CHUNK = 1 << 20, 4 << 20
 RETRY_S, BEGIN_WITHOUT_S, GRACE_S = 0.1, 2.0, 0.3
@@ -76,10 +76,10 @@ class Operation:
 Context = zmq.Context[zmq.Socket[bytes]]
 
 
-class State(Enum):
+class LinkPhase(Enum):
     """Of a link."""
 
-    AWAY = "not connected"
+    NOT_CONNECTED = "not connected"
     JOINING = "HELLO was said"
     MEMBER = "WELCOME was heard"
 
@@ -94,7 +94,7 @@ class Link:
 
     def __init__(self, context: Context, reducer: int, lane: int, address: str) -> None:
         self.reducer, self.lane, self.address = reducer, lane, address
-        self.state = State.AWAY
+        self.state = LinkPhase.NOT_CONNECTED
         self.window = 0
         self.incarnation = ""
         self.refusal: ReductionError | None = None
@@ -107,7 +107,7 @@ class Link:
     @property
     def member(self) -> bool:
         """Whether contributions may be sent."""
-        return self.state is State.MEMBER
+        return self.state is LinkPhase.MEMBER
 
     def open(self, patience_ms: int) -> None:
         """Begin to connect."""
@@ -123,7 +123,7 @@ class Link:
 
     def close(self, linger_ms: int = 0) -> None:
         """End the connection; what was not sent is for nobody."""
-        self.state, self.flying = State.AWAY, []
+        self.state, self.flying = LinkPhase.NOT_CONNECTED, []
         if self.socket is not None and self.monitor is not None:
             self.socket.disable_monitor()
             self.monitor.close(linger=0)
@@ -169,7 +169,7 @@ class Client:
         self._operations: dict[int, Operation] = {}  # in progress, or kept, by number
         self._watermark = self._reached = 0
         self._call, self._since, self._history = -1, 0, 0
-        self._question: Operation | None = None
+        self._agreement: Operation | None = None
         self._failed: dict[int, ReductionError] = {}  # that other ranks may not know of
         self._epoch = 0
         self._bases = {0: self._first_base()}  # lanes of each reducer in use, by epoch
@@ -240,13 +240,17 @@ class Client:
                 return
 
     def _connected(self, link: Link) -> None:
-        link.state, link.refusal = State.JOINING, None
+        link.state, link.refusal = LinkPhase.JOINING, None
         said = replace(self._hello, reducer_index=link.reducer, lane=link.lane)
         link.say(self._header(M.HELLO)._replace(window=WINDOW), encode(said))
 
     def _welcome(self, link: Link, header: Header, payload: bytes) -> None:
         welcome = decode(messages.Welcome, payload)
-        link.state, link.window, link.incarnation = State.MEMBER, header.window, welcome.incarnation
+        link.state, link.window, link.incarnation = (
+            LinkPhase.MEMBER,
+            header.window,
+            welcome.incarnation,
+        )
         known = sum(other.reducer == link.reducer for other in self._links)
         host = link.address.rpartition(":")[0]
         for lane, port in enumerate(welcome.lanes[known - 1 :], known):
@@ -298,8 +302,8 @@ class Client:
         ]
         for chunk in waiting:
             link, flying = chunk.link, chunk.link.flying
-            taken = sum(layout.charge(other.nbytes) for other in flying)
-            full = taken + layout.charge(chunk.nbytes) > link.window
+            taken = sum(layout.cost(other.nbytes) for other in flying)
+            full = taken + layout.cost(chunk.nbytes) > link.window
             if full and flying and min(map(_place, flying)) < _place(chunk):
                 continue
             flying.append(chunk)
@@ -342,7 +346,7 @@ class Client:
 
     def _error(self, link: Link, header: Header, payload: bytes) -> None:
         error = messages.decode_error(payload, header.sequence)
-        if link.state is State.JOINING:
+        if link.state is LinkPhase.JOINING:
             link.refusal = error
             if isinstance(error, errors.StaleGenerationError):
                 link.refusal = error if error.generation != error.current else None
@@ -392,13 +396,13 @@ class Client:
             lanes[link.reducer] *= link.member
         said, asked_in = np.array([0, *lanes], "<i8"), self._epoch
         header = self._identity._replace(
-            type=M.CONTRIBUTION, sequence=sequence, tag=fingerprint(QUESTION)
+            type=M.CONTRIBUTION, sequence=sequence, tag=fingerprint(AGREEMENT_NAME)
         )
         header = header._replace(dtype=DType.INT64, op=ReduceOp.MIN)
-        self._question = self._begin(header, said.view(np.uint8).data)
-        while not self._question.ended:
+        self._agreement = self._begin(header, said.view(np.uint8).data)
+        while not self._agreement.ended:
             self._pump()
-        error, self._question = self._question.error, None
+        error, self._agreement = self._agreement.error, None
         if error is None and self._epoch == asked_in:
             usable = {reducer: int(most) for reducer, most in enumerate(said[1:]) if most > 0}
             self._use(self._epoch + 1, usable or self._bases[self._epoch])
@@ -429,7 +433,7 @@ class Client:
 
     def _lose(self, link: Link) -> None:
         """Go on without a reducer whose connection has ended, or that cannot be understood."""
-        present = self._epoch + (self._question is not None)
+        present = self._epoch + (self._agreement is not None)
         self._take_out(link.reducer, present, link.incarnation)
 
     def _take_out(self, reducer: int, epoch: int, incarnation: str = "") -> None:
@@ -441,7 +445,7 @@ class Client:
         old = any(c.of.header.epoch <= epoch for link in links for c in self._carried(link))
         if epoch < self._admitted[reducer] and not old:
             return
-        present = self._epoch + (self._question is not None)
+        present = self._epoch + (self._agreement is not None)
         self._lost[reducer] = max(epoch, present)
         for link in links:
             link.close()
@@ -451,7 +455,7 @@ class Client:
                 link.say(self._header(M.SHARD_MAP), encode(loss))
         if not any(self._uses(other, self._epoch) for other in self._bases[self._epoch]):
             # All are lost: what is in flight fails, and everything begins anew.
-            sequence = -1 if self._question is None else self._question.header.sequence
+            sequence = -1 if self._agreement is None else self._agreement.header.sequence
             self._renew(self._fresh(), sequence)
             address = links[0].address
             text = f"reducer {address} was lost, and no other is left"
@@ -571,14 +575,14 @@ class Client:
         """Take one message; a reducer that cannot be understood is lost."""
         try:
             header = Header.unpack(frames[0])
-            joins = link.state is State.JOINING and header.type in {M.WELCOME, M.ERROR}
+            joins = link.state is LinkPhase.JOINING and header.type in {M.WELCOME, M.ERROR}
             works = link.member and header.type in self._handlers.keys() - {M.WELCOME}
             if len(frames) > 2 or not (joins or works or header.type in _IGNORED):
                 raise RemoteProtocolError(f"{header.type.name} is not allowed here")
             if joins or works:
                 self._handlers[header.type](link, header, b"".join(frames[1:]))
         except (RemoteProtocolError, errors.VersionError) as error:
-            if link.state is State.JOINING:
+            if link.state is LinkPhase.JOINING:
                 link.refusal = error
                 link.close()
             elif link.member:

@@ -92,7 +92,7 @@ class Work:
                 wait, which alone could bring the end; or the client was shut down.
             ReductionError: the all-reduce failed; the class and its attributes say why.
         """
-        patience_s = math.inf if timeout is None else config.patience("timeout", timeout)
+        patience_s = math.inf if timeout is None else config.wait_s("timeout", timeout)
         if not self._ended and not self.ends_within(patience_s):
             raise ReductionTimeout(f"{self} is still in progress after {patience_s:g} s")
         if self.error is not None:

@@ -59,7 +59,7 @@ def exchange(sequence: int, data: bytes, reduced: bytes, chunk: int) -> Exchange
 def flight(window: int) -> CompiledFlight:
     made = CompiledFlight(Header(MessageType.HELLO))
     for link in range(LINKS):
-        made.add_link(window, keep=False)
+        made.add_link(window, retain=False)
         made.open(link)
     return made
 

@@ -76,7 +76,7 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
     keys: Annotated[str | None, typer.Option(help="Directory of keys, for --vertex.")] = None,
 ) -> None:
     """Plan a pool of reducers. Nothing is measured and nothing connected to."""
-    job = planning.Job(
+    job = planning.PlannedJob(
         workers=workers,
         worker_gbps=worker_gbps,
         reducer_gbps=reducer_gbps,
@@ -113,7 +113,7 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
         console.print(table(job, found))
 
 
-def summary(job: planning.Job, found: planning.Plan) -> str:
+def summary(job: planning.PlannedJob, found: planning.PoolPlan) -> str:
     """Say how many reducers, and what a ring takes."""
     step = f", a step {_ms(found.ring_step_s)}" if job.backward_s or job.forward_s else ""
     return (
@@ -123,7 +123,7 @@ def summary(job: planning.Job, found: planning.Plan) -> str:
     )
 
 
-def table(job: planning.Job, found: planning.Plan) -> FittedTable:
+def table(job: planning.PlannedJob, found: planning.PoolPlan) -> FittedTable:
     """Return one row for each size of the pool."""
     names = ["reducers", "topology", "owns: each reducer", "each worker", "all-reduce", "ring / it"]
     steps = bool(job.backward_s or job.forward_s)

@@ -223,23 +223,23 @@ def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> FittedTa
     """Return one row for each reducer."""
     per = "" if rates is None else "/s"
     columns: dict[str, Callable[[ReducerStatus, Rates], str]] = {
-        "state": lambda its, _: its.state,
-        "jobs": lambda its, _: str(its.jobs_total),
-        "ranks": lambda its, _: str(max((lane.members for lane in its.lanes), default=0)),
-        "reserved": lambda its, _: _share(its.memory.reserved, its.memory.limit),
+        "state": lambda status, _: status.state,
+        "jobs": lambda status, _: str(status.jobs_total),
+        "ranks": lambda status, _: str(max((lane.members for lane in status.lanes), default=0)),
+        "reserved": lambda status, _: _share(status.memory.reserved, status.memory.limit),
         f"contributions{per}": lambda _, done: f"{done.contributions:,.0f}",
         f"in{per}": lambda _, done: size(done.bytes_in),
         f"out{per}": lambda _, done: size(done.bytes_out),
-        "refused": lambda its, _: str(its.counters.get("refused", 0)),
-        "failed": lambda its, _: str(its.counters.get("rounds_failed", 0)),
+        "refused": lambda status, _: str(status.counters.get("refused", 0)),
+        "failed": lambda status, _: str(status.counters.get("rounds_failed", 0)),
     }
     rows = []
-    for address, its, _ in found:
+    for address, status, _ in found:
         row = ["unreachable", *["-"] * (len(columns) - 1)]
-        if its is not None:
-            totals = Rates(*(its.counters.get(name, 0) for name in Rates._fields))
+        if status is not None:
+            totals = Rates(*(status.counters.get(name, 0) for name in Rates._fields))
             done = totals if rates is None else rates.get(address, Rates(0, 0, 0))
-            row = [cell(its, done) for cell in columns.values()]
+            row = [cell(status, done) for cell in columns.values()]
         rows.append([*map(_cell, [address, *row])])
     return FittedTable("Reducers", ("HTTP port", *columns), rows, texts=2)
 
@@ -247,12 +247,14 @@ def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> FittedTa
 def jobs(statuses: Sequence[ReducerStatus]) -> FittedTable:
     """Return one row for each generation of each job, over all reducers that have it."""
     groups: dict[tuple[str, int], list[JobStatus]] = {}
-    for its in statuses:
-        for job in its.jobs:
+    for status in statuses:
+        for job in status.jobs:
             groups.setdefault((job.name, job.generation), []).append(job)
     ordered = sorted(groups.values(), key=lambda group: -sum(job.reserved for job in group))
     rows = [_job(group, len(statuses)) for group in ordered[:MAX_ROWS]]
-    further = len(ordered) > MAX_ROWS or any(its.jobs_total > len(its.jobs) for its in statuses)
+    further = len(ordered) > MAX_ROWS or any(
+        status.jobs_total > len(status.jobs) for status in statuses
+    )
     return FittedTable(
         "Jobs",
         [*rows[0]],
@@ -265,7 +267,7 @@ def jobs(statuses: Sequence[ReducerStatus]) -> FittedTable:
 def stragglers(statuses: Sequence[ReducerStatus]) -> list[str]:
     """Say which rank of each job the others wait for, as most of its reducers see it."""
     found: dict[str, list[Straggler]] = {}
-    for job in (job for its in statuses for job in its.jobs):
+    for job in (job for status in statuses for job in status.jobs):
         if job.straggler is not None:
             found.setdefault(job.name, []).append(job.straggler)
     lines = [f"job {name}: {worst(told)}" for name, told in sorted(found.items())]

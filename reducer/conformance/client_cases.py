@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from reducer.conformance.cases import Case, Result, attempt, demand
-from reducer.conformance.peer import FailedCaseError, Message, Peer
+from reducer.conformance.peer import FailedCaseError, Peer, Received
 from reducer.errors import DuplicateRankError, MismatchError, RankLostError, ReductionError
 from reducer.kernels.plain import PlainKernels
 from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, ReduceOp
 from reducer.wire.constants import MessageType as M
 from reducer.wire.header import Header, check_chunk, fingerprint
-from reducer.wire.layout import charge
+from reducer.wire.layout import cost
 from reducer.wire.messages import Challenge, Hello, Stragglers, decode, encode, encode_error
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ USED = {  # fields of the header besides job, generation, rank and watermark, wh
 }
 
 
-class Link:
+class PlayedLink:
     """One connection of the client's.
 
     Attributes:
@@ -61,7 +61,7 @@ class Link:
 
     def __init__(self, connection: socket.socket) -> None:
         self.peer = Peer(connection, b"ROUTER")
-        self.said: list[Message] = []
+        self.said: list[Received] = []
         self.hello: Header | None = None
         self.body: Hello | None = None
         self.before = 0
@@ -76,7 +76,7 @@ class Link:
         return [(header, data) for header, data in heard if header and header.type in kinds]
 
 
-class Reducer:
+class PlayedReducer:
     """A reducer for one job, as a scenario has it.
 
     Attributes:
@@ -90,12 +90,12 @@ class Reducer:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.job = f"conform-{secrets.token_hex(6)}"
-        self.links: list[Link] = []
-        self.chunks: dict[tuple[int, int], dict[int, tuple[Link, Header, bytes]]] = {}
+        self.links: list[PlayedLink] = []
+        self.chunks: dict[tuple[int, int], dict[int, tuple[PlayedLink, Header, bytes]]] = {}
         self.held: list[tuple[int, int]] = []
         self.failed_at = self._held_at = self._ping_at = 0.0
         self.problems: list[str] = []
-        self.silent = False
+        self.idle = False
 
     def step(self) -> None:
         """Hear what has come, and say what is due."""
@@ -103,7 +103,7 @@ class Reducer:
         sources = [self.listener, *open_] if self.listener.fileno() >= 0 else list(open_)
         for ready in select.select(sources, [], [], LOOK_S)[0]:
             if ready is self.listener:
-                self.links.append(Link(self.listener.accept()[0]))
+                self.links.append(PlayedLink(self.listener.accept()[0]))
                 continue
             try:
                 self._read(open_[ready])
@@ -113,7 +113,7 @@ class Reducer:
         for link in open_.values():
             link.peer.heartbeat()
             link.closed_at = time.monotonic() if link.peer.closed else 0.0
-        if time.monotonic() >= self._ping_at and not self.silent:
+        if time.monotonic() >= self._ping_at and not self.idle:
             self._ping_at = time.monotonic() + PING_S
             for link in (link for link in open_.values() if link.member):
                 link.peer.send(Header(M.PING), *self.scenario.ping)
@@ -121,7 +121,7 @@ class Reducer:
             while self.held:  # the latest first
                 self.answer(*self.held.pop())
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: PlayedLink) -> None:
         link.peer.feed()
         for message in link.peer.pending():
             link.said.append(message)
@@ -130,13 +130,13 @@ class Reducer:
                 continue
             if header.type is M.HELLO and link.hello is None:
                 link.hello, link.body = header, decode(Hello, message.payload)
-                if not self.silent:
+                if not self.idle:
                     self.scenario.greet(self, link, header)
             elif header.type is M.CONTRIBUTION and link.member and link.body is not None:
                 self._take(link, link.body.world_size, header, message.payload)
 
-    def _take(self, link: Link, ranks: int, header: Header, payload: bytes) -> None:
-        link.flying += charge(len(payload))
+    def _take(self, link: PlayedLink, ranks: int, header: Header, payload: bytes) -> None:
+        link.flying += cost(len(payload))
         link.most = max(link.most, link.flying)
         chunk = self.chunks.setdefault((header.sequence, header.offset), {})
         chunk[header.rank] = link, header, payload
@@ -160,7 +160,7 @@ class Reducer:
         PlainKernels().reduce(inputs, result, DType(first.dtype), ReduceOp(first.op))
         header = first._replace(type=M.RESULT, watermark=0, rank=0, since=0, history=0)
         for link, _, data in chunk.values():
-            link.flying -= charge(len(data))
+            link.flying -= cost(len(data))
             link.answered.add(sequence)
             link.peer.send(header, result.tobytes())
 
@@ -168,7 +168,7 @@ class Reducer:
 # -- what a scenario says or does ------------------------------------------------------------------
 
 
-def _welcome(reducer: Reducer, link: Link, hello: Header, **body: object) -> None:
+def _welcome(reducer: PlayedReducer, link: PlayedLink, hello: Header, **body: object) -> None:
     chunk_bytes = link.body.chunk_bytes if link.body else 0
     usual = {"version": "1.0", "incarnation": "c0ffee", "features": 0}
     usual |= {"max_chunk_bytes": chunk_bytes or LARGEST, **body}
@@ -177,58 +177,58 @@ def _welcome(reducer: Reducer, link: Link, hello: Header, **body: object) -> Non
     link.peer.send(answer, json.dumps(usual).encode())
 
 
-def _chat(reducer: Reducer, link: Link, hello: Header) -> None:
+def _chat(reducer: PlayedReducer, link: PlayedLink, hello: Header) -> None:
     _welcome(reducer, link, hello, version="1.7", later=[{}])
     error = MismatchError.between("of a call that nobody makes", "op", (0, 1), (0, 2))
     link.peer.send(Header(M.ERROR, sequence=9000 * PLACES + 1), encode_error(error))
     link.peer.send(Header(M.STRAGGLERS, sequence=1), encode(Stragglers((0,))))
 
 
-def _drain(reducer: Reducer, link: Link, hello: Header) -> None:
+def _drain(reducer: PlayedReducer, link: PlayedLink, hello: Header) -> None:
     _welcome(reducer, link, hello)
     link.peer.send(Header(M.GOODBYE))
 
 
-def _refuse(reducer: Reducer, link: Link, hello: Header) -> None:
+def _refuse(reducer: PlayedReducer, link: PlayedLink, hello: Header) -> None:
     del reducer
     error = DuplicateRankError("another live worker has this rank", rank=hello.rank)
     link.peer.send(Header(M.ERROR), encode_error(error))
 
 
-def _challenge(reducer: Reducer, link: Link, hello: Header) -> None:
+def _challenge(reducer: PlayedReducer, link: PlayedLink, hello: Header) -> None:
     del reducer
     answer = hello._replace(type=M.CHALLENGE, watermark=0, window=0)
     link.peer.send(answer, encode(Challenge("0" * 32)))
 
 
-def _fail(reducer: Reducer, header: Header, body: bytes = RANK_LOST) -> None:
+def _fail(reducer: PlayedReducer, header: Header, body: bytes = RANK_LOST) -> None:
     said = Header(M.ERROR, job=header.job, generation=header.generation)
     for link in reducer.links:
         link.answered.add(header.sequence)
         link.peer.send(said._replace(sequence=header.sequence), body)
 
 
-def _garble(reducer: Reducer, header: Header) -> None:
+def _garble(reducer: PlayedReducer, header: Header) -> None:
     del header
     for link in reducer.links:
         link.peer.send(Header(M.PING).pack()[:5] + b"\x63" + bytes(90))
 
 
-def _lengthen(reducer: Reducer, header: Header) -> None:
+def _lengthen(reducer: PlayedReducer, header: Header) -> None:
     size = {"nbytes": header.nbytes + 4, "total_bytes": header.total_bytes + 4}
     wrong = header._replace(type=M.RESULT, watermark=0, rank=0, since=0, history=0, **size)
     for link in reducer.links:
         link.peer.send(wrong, bytes(header.nbytes + 4))
 
 
-def _fall_silent(reducer: Reducer, header: Header) -> None:
+def _stop_sending(reducer: PlayedReducer, header: Header) -> None:
     del header
-    reducer.silent = True
+    reducer.idle = True
     for link in reducer.links:
         link.peer.deaf = True
 
 
-def _die(reducer: Reducer, header: Header) -> None:
+def _die(reducer: PlayedReducer, header: Header) -> None:
     del header
     reducer.listener.close()
     for link in reducer.links:
@@ -236,7 +236,7 @@ def _die(reducer: Reducer, header: Header) -> None:
         link.peer.connection.close()
 
 
-class Run(NamedTuple):
+class CaseRun(NamedTuple):
     """A scenario that is over.
 
     Attributes:
@@ -244,17 +244,17 @@ class Run(NamedTuple):
         hung: it had not ended in time.
     """
 
-    reducer: Reducer
+    reducer: PlayedReducer
     statuses: list[int]
     hung: bool
 
     @property
-    def members(self) -> list[Link]:
+    def members(self) -> list[PlayedLink]:
         """The connections that have said HELLO."""
         return [link for link in self.reducer.links if link.hello is not None]
 
 
-Check = tuple[int, str, "Callable[[Run], None]"]
+Check = tuple[int, str, "Callable[[CaseRun], None]"]
 
 
 class Scenario(NamedTuple):
@@ -273,8 +273,8 @@ class Scenario(NamedTuple):
 
     goal: str
     checks: tuple[Check, ...]
-    greet: Callable[[Reducer, Link, Header], None] = _welcome
-    fault: Callable[[Reducer, Header], None] | None = None
+    greet: Callable[[PlayedReducer, PlayedLink, Header], None] = _welcome
+    fault: Callable[[PlayedReducer, Header], None] | None = None
     well: bool = True
     late: bool = False
     window: int = 1 << 20
@@ -284,7 +284,7 @@ class Scenario(NamedTuple):
 # -- what is demanded in the healthy scenario -----------------------------------------------------
 
 
-def _greets(run: Run) -> None:
+def _greets(run: CaseRun) -> None:
     for link in run.members:
         greeting = link.peer.greeting
         demand(greeting[10] == 3 and greeting[12:32].rstrip(b"\0") == b"NULL", f"{greeting!r}")
@@ -292,14 +292,14 @@ def _greets(run: Run) -> None:
         demand(len(ready) == 1 and b"\x0bSocket-Type\0\0\0\6DEALER" in ready[0], f"{ready}")
 
 
-def _frames(run: Run) -> None:
+def _frames(run: CaseRun) -> None:
     demand(not run.reducer.problems, f"{run.reducer.problems}")
     for link in run.reducer.links:
         for message in link.said:
             demand(message.header is not None and len(message.frames) <= 2, f"got {message}")
 
 
-def _unused_fields(run: Run) -> None:
+def _unused_fields(run: CaseRun) -> None:
     for link in run.members:
         for header, _ in link.of(*M):
             used = USED.get(header.type, set()) | {"type", "job", "generation", "rank", "watermark"}
@@ -308,7 +308,7 @@ def _unused_fields(run: Run) -> None:
             demand(unset and not any(rest.values()), f"{header.type.name} has {header}")
 
 
-def _identity(run: Run) -> None:
+def _identity(run: CaseRun) -> None:
     for link in run.members:
         said = {(header.job, header.generation, header.rank) for header, _ in link.of(*M)}
         demand(len(said) == 1, f"a connection speaks for several ranks: {said}")
@@ -316,21 +316,21 @@ def _identity(run: Run) -> None:
         demand(body is not None and next(iter(said))[0] == fingerprint(body.job), f"{said}")
 
 
-def _first(run: Run) -> None:
+def _first(run: CaseRun) -> None:
     for link in run.members:
         kinds = [header.type for header, _ in link.of(*M)]
         demand(kinds[0] is M.HELLO and kinds.count(M.HELLO) == 1, f"it said {kinds[:3]}")
         demand(link.before == 1, f"before its WELCOME it said {kinds[: link.before]}")
 
 
-def _agree(run: Run) -> None:
+def _agree(run: CaseRun) -> None:
     bodies = [encode(link.body) for link in run.members if link.body is not None]
     common = [{**json.loads(body), "process": "", "host_name": ""} for body in bodies]
     demand(all(one == common[0] for one in common), f"the HELLOs differ: {common}")
     demand(len(bodies) == common[0]["world_size"], f"{len(bodies)} HELLOs of {common[0]}")
 
 
-def _numbers(run: Run) -> None:
+def _numbers(run: CaseRun) -> None:
     for link in run.members:
         numbers = list(dict.fromkeys(header.sequence for header, _ in link.of(M.CONTRIBUTION)))
         calls = sorted({number // PLACES for number in numbers})
@@ -338,7 +338,7 @@ def _numbers(run: Run) -> None:
         demand(all(number * PLACES + 1 in numbers for number in calls), f"numbers {numbers}")
 
 
-def _chunks(run: Run) -> None:
+def _chunks(run: CaseRun) -> None:
     for link in run.members:
         found: dict[int, list[Header]] = {}
         for header, payload in link.of(M.CONTRIBUTION):
@@ -355,7 +355,7 @@ def _chunks(run: Run) -> None:
             demand(not rest and chunks[-1].nbytes <= size, f"chunks of {number}: {rest}")
 
 
-def _history(run: Run) -> None:
+def _history(run: CaseRun) -> None:
     for link in run.members:
         since = history = 0
         seen: set[int] = set()
@@ -370,7 +370,7 @@ def _history(run: Run) -> None:
                 history = ((history ^ header.tag) * 0x9E3779B97F4A7C15 + asked) % (1 << 64)
 
 
-def _watermarks(run: Run) -> None:
+def _watermarks(run: CaseRun) -> None:
     for link in run.members:
         marks = [header.watermark for header, _ in link.of(*M)]
         demand(all(one <= other for one, other in pairwise(marks)), f"watermarks {marks}")
@@ -379,18 +379,18 @@ def _watermarks(run: Run) -> None:
         demand(not open_, f"a watermark has passed {open_}, which have no result")
 
 
-def _window(run: Run) -> None:
+def _window(run: CaseRun) -> None:
     for link in run.members:
         demand(link.most <= run.reducer.scenario.window, f"{link.most} bytes were in flight")
 
 
-def _pongs(run: Run) -> None:
+def _pongs(run: CaseRun) -> None:
     for link in run.members:
         pongs = [said for _, name, said in link.peer.commands if name == b"PONG"]
         demand(pongs and set(pongs) == {b"kit"}, f"answers to PINGs of the context 'kit': {pongs}")
 
 
-def _goodbye(run: Run) -> None:
+def _goodbye(run: CaseRun) -> None:
     for link in run.members:
         kinds = [header.type for header, _ in link.of(*M)]
         demand(M.GOODBYE in kinds and kinds[-1] is M.GOODBYE, f"its last words: {kinds[-3:]}")
@@ -399,7 +399,7 @@ def _goodbye(run: Run) -> None:
 # -- and in every one -----------------------------------------------------------------------------
 
 
-def _ends(run: Run) -> None:
+def _ends(run: CaseRun) -> None:
     """Whether the client ends, and as it should."""
     demand(not run.hung, f"it had not ended after {LIMIT_S:g} s")
     demand(run.members, "nobody came")
@@ -407,12 +407,12 @@ def _ends(run: Run) -> None:
     demand(not wrong, f"its processes ended with {run.statuses}")
 
 
-def _stays_out(run: Run) -> None:
+def _stays_out(run: CaseRun) -> None:
     said = [header.type.name for link in run.members for header, _ in link.of(*M)]
     demand(set(said) <= {"HELLO"}, f"it said {sorted(set(said))}")
 
 
-def _goes_no_further(run: Run) -> None:
+def _goes_no_further(run: CaseRun) -> None:
     failed = run.reducer.failed_at
     demand(failed, "it has not made a second call")
     for link in run.members:
@@ -422,7 +422,7 @@ def _goes_no_further(run: Run) -> None:
         demand(not again, f"it goes on with the call that has failed: {again[:1]}")
 
 
-def _closes(run: Run, within: float) -> None:
+def _closes(run: CaseRun, within: float) -> None:
     failed = run.reducer.failed_at
     demand(failed, "it has not made a second call")
     for link in (link for link in run.members if link.hello and link.member):
@@ -430,7 +430,7 @@ def _closes(run: Run, within: float) -> None:
         demand(link.closed_at and waited < within, f"it closed after {waited:.1f} s")
 
 
-def _closes_silent(run: Run) -> None:
+def _closes_idle(run: CaseRun) -> None:
     bodies = [link.body for link in run.members if link.body is not None]
     _closes(run, bodies[0].patience_ms / 1000 + 2.0 if bodies else 0.0)
     for link in (link for link in run.members if link.member):
@@ -494,15 +494,15 @@ SCENARIOS = (
     Scenario("a result has another size", (_BADLY, _HANGS_UP), fault=_lengthen, well=False),
     Scenario(
         "the reducer falls silent",
-        (_BADLY, (5, "it ends the connection after the patience", _closes_silent)),
-        fault=_fall_silent,
+        (_BADLY, (5, "it ends the connection after the patience", _closes_idle)),
+        fault=_stop_sending,
         well=False,
     ),
     Scenario("the reducer dies", (_BADLY,), fault=_die, well=False),
 )
 
 
-def conform(run: Callable[[Reducer], tuple[list[int], bool]]) -> Iterator[Result]:
+def conform(run: Callable[[PlayedReducer], tuple[list[int], bool]]) -> Iterator[Result]:
     """Try every case with a client.
 
     Args:
@@ -510,9 +510,9 @@ def conform(run: Callable[[Reducer], tuple[list[int], bool]]) -> Iterator[Result
             returns the statuses of its processes, and whether it had not ended in time.
     """
     for scenario in SCENARIOS:
-        reducer = Reducer(scenario)
+        reducer = PlayedReducer(scenario)
         try:
-            over = Run(reducer, *run(reducer))
+            over = CaseRun(reducer, *run(reducer))
         finally:
             reducer.listener.close()
             for link in reducer.links:

@@ -21,7 +21,7 @@ class FailedCaseError(Exception):
     """What the other side did that the specification does not allow."""
 
 
-class Message(NamedTuple):
+class Received(NamedTuple):
     """One message; `header` is None if frame 0 is no header."""
 
     header: Header | None
@@ -79,7 +79,7 @@ class Peer:
         self.greeting = b""
         self.commands: list[tuple[float, bytes, bytes]] = []
         self.closed = self.deaf = False
-        self._inbox: list[Message] = []
+        self._inbox: list[Received] = []
         self._buffer = bytearray()
         self._frames: list[bytes] = []
         self._ping_at = 0.0
@@ -105,7 +105,7 @@ class Peer:
         """Whether the other side has ended its handshake: libzmq takes nothing before that."""
         return any(name == b"READY" for _, name, _ in self.commands)
 
-    def pending(self) -> list[Message]:
+    def pending(self) -> list[Received]:
         """Return the messages that `feed` has read."""
         messages, self._inbox = self._inbox, []
         return messages
@@ -154,10 +154,10 @@ class Peer:
         return True
 
 
-def _message(frames: tuple[bytes, ...]) -> Message:
+def _message(frames: tuple[bytes, ...]) -> Received:
     header: Header | None
     try:
         header = Header.unpack(frames[0])
     except Exception:  # noqa: BLE001 (the case that reads it says what is wrong)
         header = None
-    return Message(header, b"".join(frames[1:]), frames, time.monotonic())
+    return Received(header, b"".join(frames[1:]), frames, time.monotonic())

@@ -34,7 +34,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from reducer.conformance.cases import Case, Result, attempt, demand
-from reducer.conformance.peer import PING_S, FailedCaseError, Message, Peer, command
+from reducer.conformance.peer import PING_S, FailedCaseError, Peer, Received, command
 from reducer.wire.constants import NO_SEQUENCE, DType, ErrorCode, Feature, ReduceOp
 from reducer.wire.constants import MessageType as M
 from reducer.wire.header import Header, fingerprint
@@ -110,7 +110,7 @@ def _play(address: str, steps: list[list[str]]) -> None:
         play.close()
 
 
-class Rank:
+class PlayedRank:
     """A connection that would be, or is, a rank's.
 
     Attributes:
@@ -125,7 +125,7 @@ class Rank:
         self.common = common
         self.features = 0
         self.member = False
-        self.heard: list[Message] = []  # that no line has asked for yet
+        self.heard: list[Received] = []  # that no line has asked for yet
 
 
 class Play:
@@ -135,7 +135,7 @@ class Play:
         self._address = address
         self._name = f"conform-{secrets.token_hex(6)}"
         self._hello: dict[str, Any] = {}
-        self._ranks: dict[str, Rank] = {}
+        self._ranks: dict[str, PlayedRank] = {}
         self._known: dict[str, Any] = {}  # what the latest WELCOME said
         self._before = time.monotonic()
 
@@ -175,15 +175,15 @@ class Play:
                     self._hear(name, M[words[at + 1]], words[at + 2 :])
                 else:
                     seconds = float(words[at + 2]) if words[at + 2 :] else QUIET_S
-                    self._silence(self._rank(name), words[at + 1], seconds)
+                    self._expect_nothing(self._rank(name), words[at + 1], seconds)
         self._before = begun
         return True
 
-    def _rank(self, name: str) -> Rank:
+    def _rank(self, name: str) -> PlayedRank:
         if name not in self._ranks:
             number = int(name.rstrip("abcdefgh"))
             common = Header(M.HELLO, job=fingerprint(self._name), rank=number)
-            rank = self._ranks[name] = Rank(self._address, common)
+            rank = self._ranks[name] = PlayedRank(self._address, common)
             while not (rank.peer.ready or rank.peer.closed):
                 rank.peer.feed()
         return self._ranks[name]
@@ -270,7 +270,7 @@ class Play:
             waited = time.monotonic() - self._before
             demand(least <= waited <= most, f"it came after {waited:.1f} s")
 
-    def _next(self, rank: Rank, end: float, *, pings: bool = False) -> Message | None:
+    def _next(self, rank: PlayedRank, end: float, *, pings: bool = False) -> Received | None:
         """Return the next message that comes in time; PINGs are passed over unless wanted."""
         while True:
             while rank.heard:
@@ -293,7 +293,7 @@ class Play:
             lines[line].peer.feed()
             lines[line].heard += lines[line].peer.pending()
 
-    def _silence(self, rank: Rank, what: str, seconds: float) -> None:
+    def _expect_nothing(self, rank: PlayedRank, what: str, seconds: float) -> None:
         end = time.monotonic() + (LONGEST_S if what == "closed" else seconds)
         message = self._next(rank, end)
         demand(message is None, f"got {message}")
@@ -328,7 +328,9 @@ def _elements(fields: dict[str, Any]) -> dict[str, Any]:
     return {"op": int(ReduceOp.SUM), "dtype": dtype, "wire_dtype": dtype, **size}
 
 
-def _check(rank: Rank, message: Message, body: dict[str, Any], code: ErrorCode | None) -> None:
+def _check(
+    rank: PlayedRank, message: Received, body: dict[str, Any], code: ErrorCode | None
+) -> None:
     """Check what holds for every message of a type."""
     header = message.header
     assert header is not None

@@ -92,17 +92,17 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint32_t asked
         payloads *payloads
 
-    struct moments:
+    struct timestamps:
         uint64_t begun_us, alone_us, complete_us, done_us, bytes
         uint32_t first_rank, last_rank, chunks
 
     struct round_times:
         uint64_t sequence
-        moments moments
+        timestamps timestamps
 
     struct round:
         uint64_t sequence
-        moments moments
+        timestamps timestamps
         header_t first
         bint has_first
         bint viewed
@@ -120,7 +120,7 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint32_t world_size
         map by_sequence
         heap order
-        uint64_t most
+        uint64_t limit
         round *latest
         uint64_t touches
         uint64_t exits
@@ -138,7 +138,7 @@ cdef extern from "reducer/engine/slots.h" nogil:
 
     round *rounds_open(rounds *self, uint64_t sequence, const header_t *first) noexcept
     slot *round_place(rounds *self, round *at, const header_t *header, block *payload) noexcept
-    uint64_t rounds_taken(const rounds *self) noexcept
+    uint64_t rounds_used(const rounds *self) noexcept
     void round_finish(rounds *self, round *at, slot *finished) noexcept
     void round_drop(rounds *self, round *at, slot *dropped) noexcept
     void round_touch(rounds *self, round *at) noexcept
@@ -149,13 +149,13 @@ cdef extern from "reducer/engine/slots.h" nogil:
 
 
 cdef class Member:
-    cdef member_t its
+    cdef member_t c
     cdef readonly bytes peer
     cdef object _state
 
 
 cdef class Rounds:
-    cdef rounds its
+    cdef rounds c
     cdef dict _views
     cdef dict _latest
     cdef dict _left

@@ -16,7 +16,7 @@ from reducer.engine.lateness import BUCKETS, Waits
 from reducer.engine.slots import MAX_MISSING, MOST_TIMES, RoundTimes, check_agreement, check_size
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
-from reducer.wire.layout import charge
+from reducer.wire.layout import cost
 from reducer.wire.states import LinkState
 
 
@@ -36,40 +36,40 @@ cdef class Member:
 
     def __cinit__(self, bytes peer, header):
         self.peer = peer
-        self.its.peer = peer_key(PyBytes_AsString(peer), len(peer))
-        self.its.rank = header.rank
-        self.its.window = header.window
-        self.its.watermark = header.watermark
+        self.c.peer = peer_key(PyBytes_AsString(peer), len(peer))
+        self.c.rank = header.rank
+        self.c.window = header.window
+        self.c.watermark = header.watermark
         self.state = LinkState.MEMBER
 
     @property
     def rank(self):
         """Its rank."""
-        return self.its.rank
+        return self.c.rank
 
     @property
     def window(self):
-        return self.its.window
+        return self.c.window
 
     @window.setter
     def window(self, value):
-        self.its.window = value
+        self.c.window = value
 
     @property
     def held(self):
-        return self.its.held
+        return self.c.held
 
     @held.setter
     def held(self, value):
-        self.its.held = value
+        self.c.held = value
 
     @property
     def watermark(self):
-        return self.its.watermark
+        return self.c.watermark
 
     @watermark.setter
     def watermark(self, value):
-        self.its.watermark = value
+        self.c.watermark = value
 
     @property
     def state(self):
@@ -78,7 +78,7 @@ cdef class Member:
     @state.setter
     def state(self, value):
         self._state = value
-        self.its.regular = value is LinkState.MEMBER
+        self.c.regular = value is LinkState.MEMBER
 
 
 cdef class Slot:
@@ -92,23 +92,23 @@ cdef class Slot:
         asked: the one that was asked for it, or None.
     """
 
-    cdef slot *its
+    cdef slot *c
     cdef rounds *within
 
     @property
     def nbytes(self):
         """Size of the chunk."""
-        return self.its.nbytes
+        return self.c.nbytes
 
     @property
     def first_rank(self):
         """Rank of the first message about it."""
-        return self.its.first_rank
+        return self.c.first_rank
 
     @property
     def missing(self):
         """Number of contributions that are not here yet."""
-        return self.its.missing
+        return self.c.missing
 
     @property
     def payloads(self):
@@ -116,10 +116,10 @@ cdef class Slot:
         cdef block *held
         found = []
         for rank in range(self.within.world_size):
-            if self.its.payloads.present[rank] != PRESENT:
+            if self.c.payloads.present[rank] != PRESENT:
                 found.append(None)
                 continue
-            held = self.its.payloads.blocks[rank]
+            held = self.c.payloads.blocks[rank]
             found.append(PyMemoryView_FromMemory(<char *>held.data, held.nbytes, PyBUF_READ))
         return found
 
@@ -129,7 +129,7 @@ cdef class Slot:
 
     @property
     def asked(self):
-        return self.its.asked if self.its.is_asked else None
+        return self.c.asked if self.c.is_asked else None
 
     def ranks(self):
         """Return the ranks whose contribution is here."""
@@ -138,7 +138,7 @@ cdef class Slot:
     cdef list with_state(self, int state):
         return [
             rank for rank in range(self.within.world_size)
-            if self.its.payloads.present[rank] == state
+            if self.c.payloads.present[rank] == state
         ]
 
 
@@ -152,15 +152,15 @@ cdef class Round:
     """
 
     cdef Rounds _of  # keeps the structs alive
-    cdef round *its
+    cdef round *c
     cdef readonly object error
     cdef dict _again  # when ranks have said something since they left: first, last, in exits
-    cdef dict _told  # ranks that were sent the error: when
+    cdef dict _error_sent  # ranks that were sent the error: when
 
     cdef round *it(self) except NULL:
-        if self.its == NULL:
+        if self.c == NULL:
             raise ReferenceError("the loop has this round again: ask the rounds for a new view")
-        return self.its
+        return self.c
 
     @property
     def first(self):
@@ -200,29 +200,29 @@ cdef class Round:
         cdef const unsigned char[::1] source
         cdef block *message
         if payload is None:
-            at = round_place(&self._of.its, self.it(), contribution, NULL)
+            at = round_place(&self._of.c, self.it(), contribution, NULL)
             if at == NULL:
                 raise MemoryError
             return self._slot(at)
         source = payload
-        message = block_take(self._of.its.pool, header.nbytes)
+        message = block_take(self._of.c.pool, header.nbytes)
         if message == NULL:
             raise MemoryError
         if header.nbytes:
             memcpy(message.data, &source[0], header.nbytes)
-        at = round_place(&self._of.its, self.it(), contribution, message)
+        at = round_place(&self._of.c, self.it(), contribution, message)
         if at == NULL:
-            block_drop(self._of.its.pool, message)
+            block_drop(self._of.c.pool, message)
         if at == NULL:
             raise MemoryError
         return self._slot(at)
 
     def ask(self, offset, uint32_t rank):
-        """Take note that a holder was asked for the result of the chunk at `offset`."""
+        """Record that a holder was asked for the result of the chunk at `offset`."""
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         at.is_asked = True
         at.asked = rank
-        round_touch(&self._of.its, self.it())
+        round_touch(&self._of.c, self.it())
 
     def asked(self, offset):
         """Return the slot at `offset` if its result was asked for."""
@@ -231,14 +231,14 @@ cdef class Round:
 
     def finish(self, offset):
         """Forget a slot whose result is on its way."""
-        self.it().moments.done_us = self._of.its.now_us
-        round_finish(&self._of.its, self.it(), <slot *>map_get(&self.it().slots, offset))
+        self.it().timestamps.done_us = self._of.c.now_us
+        round_finish(&self._of.c, self.it(), <slot *>map_get(&self.it().slots, offset))
 
     def fail(self, error):
         """Mark the round as failed, and `drop` its slots."""
         self.error = error
         error.__traceback__ = None  # its frames would keep the payloads
-        round_settle(&self._of.its, self.it())
+        round_settle(&self._of.c, self.it())
         return self.drop()
 
     def drop(self):
@@ -250,16 +250,16 @@ cdef class Round:
         taken = []
         cdef Slot at
         for at in self._open_slots():
-            for rank in range(self._of.its.world_size):
-                if at.its.payloads.present[rank] == PRESENT:
-                    taken.append((rank, charge(at.its.nbytes)))
-            round_drop(&self._of.its, self.it(), at.its)
+            for rank in range(self._of.c.world_size):
+                if at.c.payloads.present[rank] == PRESENT:
+                    taken.append((rank, cost(at.c.nbytes)))
+            round_drop(&self._of.c, self.it(), at.c)
         return taken
 
     def missing_ranks(self):
         """Return the ranks without which an open slot cannot be completed, 1024 at most."""
         slots = self._open_slots()
-        missing = (rank for rank in range(self._of.its.world_size) if waits_for(slots, rank))
+        missing = (rank for rank in range(self._of.c.world_size) if waits_for(slots, rank))
         return tuple(islice(missing, MAX_MISSING))
 
     def waits_for(self, uint32_t rank):
@@ -275,39 +275,39 @@ cdef class Round:
             return None
         return reason if self.it().spoke[rank] or self._again.get(rank, (at, at))[0] < at else None
 
-    def hear(self, uint32_t rank):
-        """Take note that a rank has said something about this round."""
+    def note_message(self, uint32_t rank):
+        """Record that a rank has said something about this round."""
         left, _ = self._of.latest_exit(rank)
         if left <= self.it().born:
             self.it().spoke[rank] = 1
         else:
-            now = self._of.its.exits
+            now = self._of.c.exits
             self._again[rank] = self._again.get(rank, (now, now))[0], now
 
-    def untold(self):
+    def without_error(self):
         """Return ranks that know of this round, but not of its error.
 
         A rank that came back knows of neither.
         """
         found = set()
-        for rank in range(self._of.its.world_size):
+        for rank in range(self._of.c.world_size):
             left, _ = self._of.latest_exit(rank)
             if left <= self.it().born:
                 spoke = self.it().spoke[rank]
             else:
                 spoke = self._again.get(rank, (-1, -1))[1] >= left
-            if spoke and self._told.get(rank, -1) < left:
+            if spoke and self._error_sent.get(rank, -1) < left:
                 found.add(rank)
         return found
 
-    def tell(self, rank):
-        """Take note that a rank was sent the error."""
-        self._told[rank] = self._of.its.exits
+    def note_error_sent(self, rank):
+        """Record that a rank was sent the error."""
+        self._error_sent[rank] = self._of.c.exits
 
     cdef Slot _slot(self, slot *at):
         cdef Slot found = Slot.__new__(Slot)
-        found.its = at
-        found.within = &self._of.its
+        found.c = at
+        found.within = &self._of.c
         return found
 
     cdef list _open_slots(self):
@@ -325,9 +325,9 @@ cdef class Round:
 cdef bint waits_for(list slots, uint32_t rank):
     cdef Slot at
     for at in slots:
-        if at.its.payloads.present[rank] == ABSENT:
+        if at.c.payloads.present[rank] == ABSENT:
             return True
-        if at.its.is_asked and at.its.asked == rank:
+        if at.c.is_asked and at.c.asked == rank:
             return True
     return False
 
@@ -343,17 +343,17 @@ cdef class Lateness:
 
     def turn(self):
         """Begin a new span."""
-        lateness_turn(&self._of.its.lateness, self._of.its.world_size)
+        lateness_turn(&self._of.c.lateness, self._of.c.world_size)
 
     def all(self, int span, int cause):
         """Return the waits for all ranks."""
-        return waits_of(&self._of.its.lateness.all[span][cause])
+        return waits_of(&self._of.c.lateness.all[span][cause])
 
     def waits(self, uint32_t rank, int span, int cause):
         """Return the waits for one rank."""
-        if self._of.its.lateness.ranks == NULL:
+        if self._of.c.lateness.ranks == NULL:
             return Waits()
-        return waits_of(&self._of.its.lateness.ranks[rank].waits[span][cause])
+        return waits_of(&self._of.c.lateness.ranks[rank].waits[span][cause])
 
     def us(self, bint lately):
         """Return how long the others have waited for each rank, in microseconds.
@@ -361,11 +361,11 @@ cdef class Lateness:
         Args:
             lately: in the latest two spans; otherwise since the job began.
         """
-        cdef lateness_t *known = &self._of.its.lateness
+        cdef lateness_t *known = &self._of.c.lateness
         cdef uint32_t rank
         if known.ranks == NULL:
             return []
-        return [lateness_us(known, rank, lately) for rank in range(self._of.its.world_size)]
+        return [lateness_us(known, rank, lately) for rank in range(self._of.c.world_size)]
 
 
 cdef class Rounds:
@@ -373,47 +373,47 @@ cdef class Rounds:
 
     Attributes:
         reserved: bytes that contributions and records of the job may take.
-        most: rounds that there may be.
+        limit: rounds that there may be.
         now_us: when what is placed next has come, in microseconds of a monotonic clock.
         lateness: of the ranks.
         oldest: the least sequence number of a round, None if there is no round.
     """
 
     def __cinit__(self, uint32_t world_size):
-        self.its.pool = &self.its.own
-        self.its.world_size = world_size
-        self.its.most = NO_SEQUENCE
+        self.c.pool = &self.c.own
+        self.c.world_size = world_size
+        self.c.limit = NO_SEQUENCE
         self._views = {}
         self._latest = {}  # of the views, those that were made since `rest`
         self._left = {}  # by rank, when it left last, and why
         self._swept = {}  # by rank, the latest touch that `waiting_for` has seen
 
     def __dealloc__(self):
-        rounds_free(&self.its)
+        rounds_free(&self.c)
 
     @property
     def reserved(self):
-        return self.its.reserved
+        return self.c.reserved
 
     @reserved.setter
     def reserved(self, value):
-        self.its.reserved = value
+        self.c.reserved = value
 
     @property
-    def most(self):
-        return self.its.most
+    def limit(self):
+        return self.c.limit
 
-    @most.setter
-    def most(self, value):
-        self.its.most = value
+    @limit.setter
+    def limit(self, value):
+        self.c.limit = value
 
     @property
     def now_us(self):
-        return self.its.now_us
+        return self.c.now_us
 
     @now_us.setter
     def now_us(self, value):
-        self.its.now_us = value
+        self.c.now_us = value
 
     @property
     def lateness(self):
@@ -423,37 +423,37 @@ cdef class Rounds:
 
     @property
     def oldest(self):
-        return heap_least(&self.its.order) if self.its.order.count else None
+        return heap_least(&self.c.order) if self.c.order.count else None
 
-    def taken(self):
+    def used(self):
         """Return the bytes that the records of all rounds take."""
-        return rounds_taken(&self.its)
+        return rounds_used(&self.c)
 
     def keep_times(self):
         """Keep the times of rounds that end from now on, the first `MOST_TIMES` until taken."""
-        self.its.ended = <round_times *>calloc(MOST_TIMES, sizeof(round_times))
-        if self.its.ended == NULL:
+        self.c.ended = <round_times *>calloc(MOST_TIMES, sizeof(round_times))
+        if self.c.ended == NULL:
             raise MemoryError
-        self.its.ended_room = MOST_TIMES
+        self.c.ended_room = MOST_TIMES
 
     def take_times(self):
         """Return the times of the rounds that have ended since the last call."""
-        cdef moments *at
+        cdef timestamps *at
         found = []
-        for place in range(self.its.ended_count):
-            at = &self.its.ended[place].moments
+        for place in range(self.c.ended_count):
+            at = &self.c.ended[place].timestamps
             found.append(RoundTimes(
-                self.its.ended[place].sequence, at.begun_us, at.alone_us, at.complete_us,
+                self.c.ended[place].sequence, at.begun_us, at.alone_us, at.complete_us,
                 at.done_us, at.bytes, at.chunks, at.first_rank, at.last_rank,
             ))
-        self.its.ended_count = 0
+        self.c.ended_count = 0
         return found
 
     def __len__(self):
-        return self.its.by_sequence.count
+        return self.c.by_sequence.count
 
     def __iter__(self):
-        cdef map *found = &self.its.by_sequence
+        cdef map *found = &self.c.by_sequence
         sequences = []
         if found.count:
             for place in range(found.mask + 1):
@@ -462,13 +462,13 @@ cdef class Rounds:
         return iter(sorted(sequences))
 
     def get(self, sequence):
-        cdef round *found = <round *>map_get(&self.its.by_sequence, sequence)
+        cdef round *found = <round *>map_get(&self.c.by_sequence, sequence)
         return None if found == NULL else self._view(found)
 
     def live(self):
         """Return the rounds that have not failed, by their sequence numbers."""
         found = []
-        cdef round *at = self.its.latest
+        cdef round *at = self.c.latest
         while at != NULL:
             found.append((at.sequence, self._view(at)))
             at = at.before
@@ -479,13 +479,13 @@ cdef class Rounds:
         found = []
         cdef uint64_t first = low, last = high, number
         cdef round *at
-        if high - low < self.its.by_sequence.count:
+        if high - low < self.c.by_sequence.count:
             for number in range(first, last + 1):
-                at = <round *>map_get(&self.its.by_sequence, number)
+                at = <round *>map_get(&self.c.by_sequence, number)
                 if at != NULL and at.live:
                     found.append((number, self._view(at)))
             return found
-        at = self.its.latest
+        at = self.c.latest
         while at != NULL:
             if first <= at.sequence <= last:
                 found.append((at.sequence, self._view(at)))
@@ -499,9 +499,9 @@ cdef class Rounds:
         costs does not grow with what it leaves alone.
         """
         cdef uint64_t since = self._swept.get(rank, 0)
-        self._swept[rank] = self.its.touches
+        self._swept[rank] = self.c.touches
         found = []
-        cdef round *at = self.its.latest
+        cdef round *at = self.c.latest
         while at != NULL and at.touched > since:
             view = self._view(at)
             if view.waits_for(rank):
@@ -510,9 +510,9 @@ cdef class Rounds:
         return sorted(found)
 
     def leave(self, rank, reason):
-        """Take note that a rank has left."""
-        self.its.exits += 1
-        self._left[rank] = self.its.exits, reason
+        """Record that a rank has left."""
+        self.c.exits += 1
+        self._left[rank] = self.c.exits, reason
 
     def latest_exit(self, rank):
         """Return when a rank has left last, in exits, and why; 0 if it never has."""
@@ -522,7 +522,7 @@ cdef class Rounds:
         """Begin a round, with the contribution that opens it if one does."""
         cdef bytes frame = b"" if first is None else first.pack()
         cdef const header_t *header = <const header_t *>PyBytes_AsString(frame) if frame else NULL
-        cdef round *opened = rounds_open(&self.its, sequence, header)
+        cdef round *opened = rounds_open(&self.c, sequence, header)
         if opened == NULL:
             raise MemoryError
         return self._view(opened)
@@ -534,27 +534,27 @@ cdef class Rounds:
             raise KeyError
         if sequence in self._views:
             self._release(sequence)
-        rounds_discard_oldest(&self.its)
+        rounds_discard_oldest(&self.c)
 
     cdef _view(self, round *found):
         cdef Round view = self._views.get(found.sequence)
         if view is None:
             view = Round.__new__(Round)
             view._of = self
-            view.its = found
+            view.c = found
             view._again = {}
-            view._told = {}
+            view._error_sent = {}
             self._views[found.sequence] = self._latest[found.sequence] = view
             found.viewed = True
-            self.its.viewed += 1
+            self.c.viewed += 1
         return view
 
     cdef _release(self, sequence):
         cdef Round released = self._views.pop(sequence)
         self._latest.pop(sequence, None)
-        released.its.viewed = False
-        released.its = NULL
-        self.its.viewed -= 1
+        released.c.viewed = False
+        released.c = NULL
+        self.c.viewed -= 1
 
     cdef rest(self):
         """Let go of the views of healthy rounds, so that the loop may have those rounds again."""
@@ -567,20 +567,20 @@ cdef class Rounds:
     cdef admit(self, list members, job, block_pool *pool):
         """Let the loop serve these members, one per rank, with payloads from its pool."""
         cdef Member member
-        if self.its.members == NULL:
-            self.its.members = <member_t **>calloc(self.its.world_size, sizeof(member_t *))
-            if self.its.members == NULL:
+        if self.c.members == NULL:
+            self.c.members = <member_t **>calloc(self.c.world_size, sizeof(member_t *))
+            if self.c.members == NULL:
                 raise MemoryError
         for member in members:
-            self.its.members[member.its.rank] = &member.its
-        self.its.pool = pool
-        self.its.job = job.key
-        self.its.generation = job.generation
-        self.its.max_chunk_bytes = job.max_chunk_bytes
-        self.its.reached = job.reached()
+            self.c.members[member.c.rank] = &member.c
+        self.c.pool = pool
+        self.c.job = job.key
+        self.c.generation = job.generation
+        self.c.max_chunk_bytes = job.max_chunk_bytes
+        self.c.reached = job.reached()
 
     cdef dismiss(self):
         """Leave every contribution to the engine."""
-        self.its.pool = &self.its.own
-        free(self.its.members)
-        self.its.members = NULL
+        self.c.pool = &self.c.own
+        free(self.c.members)
+        self.c.members = NULL

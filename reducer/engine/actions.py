@@ -19,7 +19,7 @@ class Send(NamedTuple):
     payload: Buffer | np.ndarray | None
 
 
-class Trust(NamedTuple):
+class MarkJoined(NamedTuple):
     """Trust a peer, which has joined; keep its connections when they break, if it `resumes`."""
 
     peer: bytes
@@ -68,4 +68,4 @@ class Dismiss(NamedTuple):
     job: Job
 
 
-Action = Send | Trust | Attach | Resume | GiveUp | Close | Serve | Dismiss
+Action = Send | MarkJoined | Attach | Resume | GiveUp | Close | Serve | Dismiss

@@ -1,6 +1,6 @@
 """Whom a reducer admits: by a key on its allow-list, and a proof of its secret (sans I/O).
 
-The rules are those of `wire/README.md`, sections 5 and 10.
+The rules are those of `docs/protocol.md`, sections 5 and 10.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The reducer's protocol logic: messages and time in, messages out (sans I/O, reads no clock).
 
-The rules are those of `wire/README.md`, section 5. One engine belongs to one thread.
+The rules are those of `docs/protocol.md`, section 5. One engine belongs to one thread.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from reducer.clock import no_heartbeat
-from reducer.engine.actions import Attach, Close, Dismiss, GiveUp, Resume, Send, Serve, Trust
+from reducer.engine.actions import Attach, Close, Dismiss, GiveUp, MarkJoined, Resume, Send, Serve
 from reducer.engine.admission import Admission
 from reducer.engine.limits import NO_LIMITS, Limits
-from reducer.engine.membership import JoinRequest, Membership, is_another
-from reducer.engine.rounds import Counters, Reductions
+from reducer.engine.membership import JoinRequest, Members, is_another
+from reducer.engine.rounds import EngineCounters, Reductions
 from reducer.errors import (
     AuthError,
     CapacityError,
@@ -58,7 +58,7 @@ PING_INTERVAL_S = 0.5
 CONTEST_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a peer is silent
 # Before a rank whose connection broke is called lost: it may live, and tell the others through
 # another reducer that it cannot reach this one.
-AWAY_S = 1.0
+UNREACHABLE_S = 1.0
 MAX_REFUSALS = 8  # of one peer in this time: one that tries on and on is dropped
 REFUSALS_S = 10.0
 MAX_DROPPED = 4096  # peers to remember, until their connections are closed
@@ -92,7 +92,7 @@ class Engine:
         secret: bytes = b"",
     ) -> None:
         self._admission = Admission(identity, allowed, secret)
-        self.members = Membership(slots, memory_limit, limits)
+        self.members = Members(slots, memory_limit, limits)
         self._reductions = Reductions(kernels, self.members.quotas)
         self._now = 0.0
         self._next_ping = 0.0
@@ -124,7 +124,7 @@ class Engine:
         return self._reductions.kernels
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> EngineCounters:
         """What was done since the start."""
         return self._reductions.counters
 
@@ -248,13 +248,13 @@ class Engine:
         if self._reductions.closed is not None and stream == peer:
             actions += self._leave(job, member, self._lost(job, member))
         else:
-            due = self._now + AWAY_S + (job.patience_s if stream != peer else 0.0)
+            due = self._now + UNREACHABLE_S + (job.peer_timeout_s if stream != peer else 0.0)
             self._unreachable[peer] = min(due, self._unreachable.get(peer, due))
         rank = job.key, member.rank
         actions += self._decide(lambda one, _: (one.header.job, one.header.rank) == rank)
         return actions + self._contested()
 
-    def silent(self, peer: bytes, seconds: float) -> list[Action]:
+    def peer_timed_out(self, peer: bytes, seconds: float) -> list[Action]:
         """Learn that nothing has come from a member for so long that its connection is ended."""
         self._heard.setdefault(peer, self._now - seconds)
         return self.unreachable(peer)
@@ -386,7 +386,10 @@ class Engine:
         resumes, ticket = bool(features & Feature.RESUME), ""
         if features & (Feature.STREAMS | Feature.RESUME):
             ticket = self.members.give_ticket(job, member, resumes=resumes)
-        actions += [Trust(peer, resumes), self._admission.welcome(request, job, member, ticket)]
+        actions += [
+            MarkJoined(peer, resumes),
+            self._admission.welcome(request, job, member, ticket),
+        ]
         if earlier is not None:
             generations = (earlier.generation, job.generation)
             text = "job %r: generation %d ends, and %d begins"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from reducer.engine.lateness import Watch
 from reducer.errors import AuthError, MembershipError, RemoteProtocolError
 from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, SPARE_CHUNKS
-from reducer.wire.layout import LARGEST_CHUNK, charge
+from reducer.wire.layout import LARGEST_CHUNK, cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -80,12 +80,12 @@ class Job:
         self.first_rank = header.rank
         self.world_size = hello.world_size
         self.max_chunk_bytes = hello.chunk_bytes or LARGEST_CHUNK
-        self.patience_s = hello.patience_ms / 1000
+        self.peer_timeout_s = hello.patience_ms / 1000
         self.members: dict[int, Member] = {}
         self.lost: dict[int, tuple[int, RankLostError]] = {}
         self.farewells: set[int] = set()
         self.rounds = rounds
-        rounds.most = 0
+        rounds.limit = 0
         self.losses: dict[int, Loss] = {}
         self.given_up: list[tuple[int, int, ReductionError]] = []
         self.window = 0
@@ -102,10 +102,10 @@ class Job:
     @property
     def spare(self) -> int:
         """What a rank may have in flight beyond its window, bytes."""
-        return SPARE_CHUNKS * charge(self.max_chunk_bytes)
+        return SPARE_CHUNKS * cost(self.max_chunk_bytes)
 
     def bar(self, rank: int, error: MismatchError) -> bool:
-        """Take note that a rank was refused; whether the job cannot go on without it."""
+        """Record that a rank was refused; whether the job cannot go on without it."""
         if not self.nonmembers():
             return False  # it is somebody else
         self.barred[rank] = error

@@ -18,7 +18,7 @@ struct waits {
 };
 
 struct rank_lateness {
-    uint64_t heard_in;          /* the all-reduce of its latest contribution, plus one; 0: none */
+    uint64_t latest_sequence;   /* the all-reduce of its latest contribution, plus one; 0: none */
     uint64_t until_us;          /* the end of the latest wait for it, ... */
     uint64_t cost_us[CAUSES];   /* ... which may go on, and what it has cost */
     struct waits waits[SPANS][CAUSES];
@@ -55,34 +55,34 @@ static inline void waits_add(struct waits *waits, unsigned bucket, uint64_t us)
 /* Counts the latest wait for a rank: it is over. */
 static inline void lateness_close(struct lateness *lateness, uint32_t rank)
 {
-    struct rank_lateness *its = &lateness->ranks[rank];
-    uint64_t us = its->cost_us[LATE] + its->cost_us[SLOW];
+    struct rank_lateness *self = &lateness->ranks[rank];
+    uint64_t us = self->cost_us[LATE] + self->cost_us[SLOW];
     if (us == 0)
         return;
-    unsigned cause = its->cost_us[LATE] >= its->cost_us[SLOW] ? LATE : SLOW, bucket = bucket_of(us);
+    unsigned cause = self->cost_us[LATE] >= self->cost_us[SLOW] ? LATE : SLOW, bucket = bucket_of(us);
     for (unsigned span = NOW; span < SPANS; span += EVER) {
-        waits_add(&its->waits[span][cause], bucket, us);
+        waits_add(&self->waits[span][cause], bucket, us);
         waits_add(&lateness->all[span][cause], bucket, us);
     }
-    its->cost_us[LATE] = its->cost_us[SLOW] = 0;
+    self->cost_us[LATE] = self->cost_us[SLOW] = 0;
 }
 
 /* Counts a contribution to an all-reduce. `alone_us`: since when its slot has waited for this rank
  * alone; 0 if it still waits for others. */
-static inline void lateness_hear(struct lateness *lateness, uint32_t rank, uint64_t sequence,
-                                 uint64_t now_us, uint64_t alone_us)
+static inline void lateness_record(struct lateness *lateness, uint32_t rank, uint64_t sequence,
+                                   uint64_t now_us, uint64_t alone_us)
 {
-    struct rank_lateness *its = &lateness->ranks[rank];
+    struct rank_lateness *self = &lateness->ranks[rank];
     if (alone_us != 0) {
-        bool goes_on = sequence + 1 == its->heard_in;
-        if (alone_us > its->until_us && !goes_on)
+        bool goes_on = sequence + 1 == self->latest_sequence;
+        if (alone_us > self->until_us && !goes_on)
             lateness_close(lateness, rank);
-        uint64_t known_us = its->cost_us[LATE] + its->cost_us[SLOW], behind_us = now_us - alone_us;
+        uint64_t known_us = self->cost_us[LATE] + self->cost_us[SLOW], behind_us = now_us - alone_us;
         if (behind_us > known_us)
-            its->cost_us[goes_on ? SLOW : LATE] += behind_us - known_us;
-        its->until_us = now_us;
+            self->cost_us[goes_on ? SLOW : LATE] += behind_us - known_us;
+        self->until_us = now_us;
     }
-    its->heard_in = sequence + 1;
+    self->latest_sequence = sequence + 1;
 }
 
 /* Begins a new span. */

@@ -33,7 +33,7 @@ LEAST_WAITS = 8  # that say something about a rank
 LEAST_SHARE = 0.02  # of the time, which the others lose by it
 CHANCES = 3  # waits, the longest, that do not count: a pause is no habit
 MOST_CHANCE = 1e-5  # that it was no habit; jobs are looked at again and again
-SILENCE = 5  # times as long as from one wait to the next: then there are none any more
+IDLE_FACTOR = 5  # times as long as from one wait to the next: then there are none any more
 
 
 class Cause(IntEnum):
@@ -172,19 +172,19 @@ def straggler(
     rank = max(range(world_size), key=lost.__getitem__)
     causes = [_lately(lateness, rank, cause) for cause in Cause]
     cause = max(Cause, key=lambda one: causes[one].us)
-    its = causes[cause]
+    known = causes[cause]
     least_us = (1 + 1 / world_size) / 2 * sum(lost)
-    if lost[rank] < least_us or its.habit_s < LEAST_SHARE * seconds:
+    if lost[rank] < least_us or known.habit_s < LEAST_SHARE * seconds:
         return None
     everyones = _lately(lateness, None, cause)
     # Which waits are long must not depend on whose they are: chance would seem to bring less.
     long = everyones.long
     if rank != named:
-        mine, of = its.above(long), everyones.above(long)
+        mine, of = known.above(long), everyones.above(long)
         if mine < LEAST_WAITS or world_size * chance(mine, of, 1 / world_size) > MOST_CHANCE:
             return None
     share = min(1.0, lost[rank] / 1e6 / seconds)
-    return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, its.median_s(long))
+    return Straggler(rank, "late" if cause is Cause.LATE else "slow", share, known.median_s(long))
 
 
 def _lately(lateness: _slots.Lateness, rank: int | None, cause: Cause) -> Waits:
@@ -238,7 +238,7 @@ class Watch:
         if span_s < SPAN_S:
             return None
         named = None if self.straggler is None else self.straggler.rank
-        if named is not None and span_s > SILENCE * self._apart_s:
+        if named is not None and span_s > IDLE_FACTOR * self._apart_s:
             lost_us = sum(lateness.waits(named, Span.NOW, cause).us for cause in Cause)
             if lost_us < 1e6 * LEAST_SHARE * span_s:
                 self.straggler = named = None

@@ -10,7 +10,7 @@ from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_WORLD_SIZE
 TAKEN_PER_LOOK = 64  # messages, at least, between two looks of the guard; from peers in turn
 
 
-class Patience(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """What `Guard` allows connections.
 
     Attributes:
@@ -25,7 +25,7 @@ class Patience(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What `Membership` admits; the settings of the same names are in `reducer.config`.
+    """What `Members` admits; the settings of the same names are in `reducer.config`.
 
     Attributes:
         max_jobs_per_key: how many jobs of one key there may be.

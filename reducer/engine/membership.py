@@ -70,7 +70,7 @@ class Farewell(NamedTuple):
     reason: RankLostError
 
 
-class Membership:
+class Members:
     """All jobs of one reducer, and which peer speaks for which rank."""
 
     def __init__(self, slots: SlotsModule, memory_limit: int, limits: Limits) -> None:
@@ -171,7 +171,7 @@ class Membership:
             self._end(earlier)
         if job.key not in self.jobs:
             self.jobs[job.key] = job
-            self.quotas.granted(job)
+            self.quotas.raises_limit(job)
             self._recall(job, hello.process)
         member = self._slots.Member(peer, header)
         job.members[member.rank] = member

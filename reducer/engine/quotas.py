@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from reducer.engine.slots import Member
     from reducer.wire.messages import Hello
 
-GROWTH = 1 << 20  # bytes; more is set aside for records in such steps
-GRANT = 1024  # rounds that a job may begin before it has to ask again
+RESERVED_AT_ONCE = 1 << 20  # bytes; more is set aside for records in such steps
+ROUNDS_AT_ONCE = 1024  # rounds that a job may begin before it has to ask again
 WAIT = "wait until one has ended"
 ONE_STREAM = "set REDUCTION_STREAMS=1 at the workers"
 
@@ -94,7 +94,7 @@ class Quotas:
     def reserve(self, job: Job, window: int, freed: int) -> None:
         """Set aside what a job needs for a window, when other jobs have freed so many bytes."""
         why = f"{job.world_size} ranks with a window of {window}"
-        self._set_aside(job, _needed(job, window), why, "lower REDUCTION_WINDOW_BYTES", freed)
+        self._reserve_memory(job, _needed(job, window), why, "lower REDUCTION_WINDOW_BYTES", freed)
         job.window = max(job.window, window)
 
     def extend(self, job: Job, member: Member, window: int) -> None:
@@ -108,28 +108,28 @@ class Quotas:
         job.window = max(job.window, member.window)
         job.rounds.reserved = _needed(job, job.window)
 
-    def grow(self, job: Job, nbytes: int) -> None:
+    def reserve_more(self, job: Job, nbytes: int) -> None:
         """Set aside more for the records of a job's all-reduces, if there is room."""
-        needed = job.reserved + max(nbytes, GROWTH)
-        self._set_aside(job, needed, "many chunks at once", "raise REDUCTION_CHUNK_BYTES")
+        needed = job.reserved + max(nbytes, RESERVED_AT_ONCE)
+        self._reserve_memory(job, needed, "many chunks at once", "raise REDUCTION_CHUNK_BYTES")
 
-    def grant(self, job: Job) -> None:
+    def raise_limit(self, job: Job) -> None:
         """Let a job begin more rounds, if it may, and all jobs of its key."""
-        if not self.granted(job):
+        if not self.raises_limit(job):
             most = self._limits.max_rounds
             have = f"job {job.name!r} or others of its key have {most} all-reduces in progress here"
             raise _refusal("max_rounds", have, "wait for some of them")
 
-    def granted(self, job: Job) -> bool:
+    def raises_limit(self, job: Job) -> bool:
         """Let a job begin more rounds, if it may; return whether it may."""
         jobs = self._of(job.key_shown) if job.key_shown else [job]
         for each in jobs:
-            each.rounds.most = len(each.rounds)  # what it was granted and has not used
-        free = self._limits.max_rounds - sum(each.rounds.most for each in jobs)
-        job.rounds.most += min(max(free, 0), GRANT)
+            each.rounds.limit = len(each.rounds)  # what it was granted and has not used
+        free = self._limits.max_rounds - sum(each.rounds.limit for each in jobs)
+        job.rounds.limit += min(max(free, 0), ROUNDS_AT_ONCE)
         return free > 0
 
-    def _set_aside(self, job: Job, needed: int, why: str, advice: str, freed: int = 0) -> None:
+    def _reserve_memory(self, job: Job, needed: int, why: str, advice: str, freed: int = 0) -> None:
         needs = f"job {job.name!r} needs {needed} bytes of a reducer ({why})"
         advice += ", add reducers"
         free = self.memory_limit - self.reserved() + freed

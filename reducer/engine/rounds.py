@@ -1,6 +1,6 @@
 """All-reduces at a reducer: contributions in, results or errors out (sans I/O).
 
-The rules are those of `wire/README.md`, section 5. Who takes part is the engine's business.
+The rules are those of `docs/protocol.md`, section 5. Who takes part is the engine's business.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from reducer.wire.constants import (
     ReduceOp,
 )
 from reducer.wire.header import Buffer, Header, check_chunk
-from reducer.wire.layout import charge
+from reducer.wire.layout import cost
 from reducer.wire.messages import (
     MAX_NAMED_RANKS,
     Stragglers,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Counters:
+class EngineCounters:
     """What an engine has done since it started; `/metrics` says of each what stands beside it."""
 
     contributions: Annotated[int, "Contributions taken."] = 0
@@ -78,10 +78,10 @@ class Counters:
     over_limit: Annotated[int, "Messages refused because of a limit."] = 0
     closed: Annotated[int, "Connections closed because of what they did, or did not do."] = 0
 
-    def __add__(self, other: Counters) -> Counters:
+    def __add__(self, other: EngineCounters) -> EngineCounters:
         """Return the sum of both, counter by counter."""
         sums = (getattr(self, name) + getattr(other, name) for name in self.__slots__)
-        return Counters(*sums)
+        return EngineCounters(*sums)
 
 
 class Reductions:
@@ -95,7 +95,7 @@ class Reductions:
     def __init__(self, kernels: Kernels, quotas: Quotas) -> None:
         self.kernels = kernels
         self._quotas = quotas
-        self.counters = Counters()
+        self.counters = EngineCounters()
         self.closed: ReductionError | None = None
 
     def contribution(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
@@ -106,7 +106,7 @@ class Reductions:
         if header.sequence < member.watermark:
             self.counters.late += 1
             return []
-        ended = self._end_question(job, member, header) if header.sequence % PLACES == 1 else []
+        ended = self._end_agreement(job, member, header) if header.sequence % PLACES == 1 else []
         return ended + self._offer(job, member, header, payload)
 
     def retained(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
@@ -138,7 +138,7 @@ class Reductions:
         round_ = self._round(job, member, header)
         if round_.error is not None:
             self.counters.late += 1
-            return self._tell(job, header.sequence, round_, [member])
+            return self._send_error(job, header.sequence, round_, [member])
         if (left := round_.left_since(member.rank)) is not None:
             return self.fail(job, header.sequence, round_, left)
         if round_.holds(header.offset, member.rank):
@@ -146,7 +146,7 @@ class Reductions:
             return []
         call = None if header.sequence % PLACES else job.rounds.get(header.sequence + 1)
         if call is not None and call.first is not None:
-            error = _unasked(header, call.first)
+            error = _skipped_agreement(header, call.first)
             if error is not None:
                 return self.fail(job, header.sequence, round_, error)
         if payload is not None:
@@ -157,21 +157,25 @@ class Reductions:
             return self.fail(job, header.sequence, round_, error)
         return [] if slot.missing else self._complete(job, round_, slot, header)
 
-    def _end_question(self, job: Job, member: Member, header: Header) -> list[Send]:
+    def _end_agreement(self, job: Job, member: Member, header: Header) -> list[Send]:
         """End the question before a call that a rank has begun without asking it."""
         sequence = header.sequence - header.sequence % PLACES
-        question = job.rounds.get(sequence)
-        if question is None or question.first is None or question.error is not None:
+        agreement = job.rounds.get(sequence)
+        if agreement is None or agreement.first is None or agreement.error is not None:
             return []
-        error = _unasked(question.first, header) if question.waits_for(member.rank) else None
-        return [] if error is None else self.fail(job, sequence, question, error)
+        error = (
+            _skipped_agreement(agreement.first, header)
+            if agreement.waits_for(member.rank)
+            else None
+        )
+        return [] if error is None else self.fail(job, sequence, agreement, error)
 
     def _round(self, job: Job, member: Member, header: Header) -> Round:
         round_ = job.rounds.get(header.sequence)
         if round_ is None:
-            if len(job.rounds) >= job.rounds.most:
-                self._quotas.grant(job)
-            each = RANK_BYTES + (0 if job.rounds.taken() else LATENESS_BYTES)
+            if len(job.rounds) >= job.rounds.limit:
+                self._quotas.raise_limit(job)
+            each = RANK_BYTES + (0 if job.rounds.used() else LATENESS_BYTES)
             self._make_room(job, ROUND_BYTES + job.world_size * each)
             # That of an ABORT says which epoch its sender was in: for the question before the call.
             settles = header.type is not MessageType.ABORT or header.sequence % PLACES == 1
@@ -181,26 +185,26 @@ class Reductions:
             error = self.closed or job.bar_reason or next(given_up, None)
             if error is not None:
                 round_.fail(copy.copy(error))
-        round_.hear(member.rank)
+        round_.note_message(member.rank)
         return round_
 
     def _make_room(self, job: Job, nbytes: int) -> None:
         held = sum(member.held for member in job.members.values())
-        more = held + job.rounds.taken() + nbytes - job.rounds.reserved
+        more = held + job.rounds.used() + nbytes - job.rounds.reserved
         if more > 0:
-            self._quotas.grow(job, more)
+            self._quotas.reserve_more(job, more)
 
     def _place(
         self, job: Job, member: Member, round_: Round, header: Header, payload: Buffer | None
     ) -> Slot:
         if not round_.is_open(header.offset):
             _check_presence(job)
-            self._make_room(job, SLOT_BYTES + job.world_size * PLACE_BYTES + charge(header.nbytes))
+            self._make_room(job, SLOT_BYTES + job.world_size * PLACE_BYTES + cost(header.nbytes))
         if payload is None:
             self.counters.claims += 1
             return round_.place(header, None)
         slot = round_.place(header, payload)
-        member.held += charge(header.nbytes)
+        member.held += cost(header.nbytes)
         self.counters.contributions += 1
         self.counters.bytes_in += header.nbytes
         return slot
@@ -240,7 +244,7 @@ class Reductions:
         round_.finish(header.offset)
         for member in members:
             if round_.left_since(member.rank) is None:
-                member.held -= charge(nbytes)
+                member.held -= cost(nbytes)
         self.counters.results += len(members)
         self.counters.bytes_out += len(members) * nbytes
         frame = (
@@ -266,7 +270,7 @@ class Reductions:
                     sends += self.fail(job, sequence, round_, copy.copy(error))
         elif header.sequence >= job.reached():
             if header.sequence % PLACES == 1:
-                sends = self._end_question(job, member, header)
+                sends = self._end_agreement(job, member, header)
             sends += self._give_up(job, member, header, error)
         # Afterwards: the sender is done with this all-reduce, so its watermark may have passed it.
         self._advance(job, member, header.watermark)
@@ -277,7 +281,7 @@ class Reductions:
     ) -> list[Send]:
         round_ = self._round(job, member, header)
         if round_.error is not None:
-            return self._tell(job, header.sequence, round_, [member])
+            return self._send_error(job, header.sequence, round_, [member])
         if isinstance(error, ReductionTimeout) and not error.missing:
             error = self._explain_timeout(job, round_, error)
         return self.fail(job, header.sequence, round_, error)
@@ -321,9 +325,9 @@ class Reductions:
         """End a round badly and tell those who know of it."""
         self.counters.rounds_failed += 1
         job.release(round_, round_.fail(error))
-        return self._tell(job, sequence, round_, job.members.values())
+        return self._send_error(job, sequence, round_, job.members.values())
 
-    def _tell(
+    def _send_error(
         self, job: Job, sequence: int, round_: Round, members: Iterable[Member]
     ) -> list[Send]:
         """Send a failed round's error to those who take part in it and were not sent it yet.
@@ -335,27 +339,27 @@ class Reductions:
             MessageType.ERROR, job=job.key, generation=job.generation, sequence=sequence
         ).pack()
         body = encode_error(round_.error)
-        due = round_.untold()
+        due = round_.without_error()
         untold = [member for member in members if member.rank in due]
         for member in untold:
-            round_.tell(member.rank)
+            round_.note_error_sent(member.rank)
         return [Send(member.peer, frame, body) for member in untold]
 
 
-def _unasked(question: Header, call: Header) -> MismatchError | None:
+def _skipped_agreement(agreement: Header, call: Header) -> MismatchError | None:
     """Return what becomes of a question if this call has begun; None if with its answer."""
-    if call.epoch == question.epoch + 1:
+    if call.epoch == agreement.epoch + 1:
         return None
-    if call.epoch != question.epoch:
-        return mismatch_of_epochs(call, question)
+    if call.epoch != agreement.epoch:
+        return mismatch_of_epochs(call, agreement)
     return MismatchError(
-        f"rank {call.rank} has gone on without the question that rank {question.rank} asks",
+        f"rank {call.rank} has gone on without the question that rank {agreement.rank} asks",
         field="question",
-        rank=question.rank,
+        rank=agreement.rank,
         other_rank=call.rank,
         expected="asked",
         got="not asked",
-        sequence=question.sequence,
+        sequence=agreement.sequence,
     )
 
 
@@ -367,7 +371,7 @@ def _without_sender(header: Header) -> Header:
 def _check_window(job: Job, member: Member, header: Header) -> None:
     # An ABORT that has made room comes over the first connection of a link, and may be overtaken.
     windows = 2 if len(job.links[member.rank].peers) > 1 else 1
-    if member.held + charge(header.nbytes) > windows * member.window + job.spare:
+    if member.held + cost(header.nbytes) > windows * member.window + job.spare:
         raise CapacityError(
             f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
         )

@@ -95,33 +95,34 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
 }
 
 /* Takes note of when a contribution came; the slot knows of it already. */
-static void note_moments(struct rounds *rounds, struct round *round, const struct slot *slot,
-                         uint32_t rank)
+static void note_timestamps(struct rounds *rounds, struct round *round, const struct slot *slot,
+                            uint32_t rank)
 {
-    struct moments *moments = &round->moments;
+    struct timestamps *timestamps = &round->timestamps;
     uint64_t now_us = rounds->now_us;
-    if (moments->begun_us == 0) {
-        moments->begun_us = now_us;
-        moments->first_rank = rank;
+    if (timestamps->begun_us == 0) {
+        timestamps->begun_us = now_us;
+        timestamps->first_rank = rank;
     }
     if (slot->missing > 0 || slot->claims > 0)
         return;
-    moments->chunks++;
-    moments->bytes += slot->nbytes;
+    timestamps->chunks++;
+    timestamps->bytes += slot->nbytes;
     uint64_t alone_us = slot->alone_us == 0 ? now_us : slot->alone_us;
-    if (moments->complete_us == 0 || now_us - alone_us > moments->complete_us - moments->alone_us) {
-        moments->alone_us = alone_us;
-        moments->complete_us = now_us;
-        moments->last_rank = rank;
+    if (timestamps->complete_us == 0 ||
+        now_us - alone_us > timestamps->complete_us - timestamps->alone_us) {
+        timestamps->alone_us = alone_us;
+        timestamps->complete_us = now_us;
+        timestamps->last_rank = rank;
     }
 }
 
 /* Keeps what became of a round that is over, if there is room. */
 static void keep_times(struct rounds *rounds, const struct round *round)
 {
-    if (rounds->ended_count < rounds->ended_room && round->moments.begun_us != 0)
+    if (rounds->ended_count < rounds->ended_room && round->timestamps.begun_us != 0)
         rounds->ended[rounds->ended_count++] =
-            (struct round_times){.sequence = round->sequence, .moments = round->moments};
+            (struct round_times){.sequence = round->sequence, .timestamps = round->timestamps};
 }
 
 struct slot *round_place(struct rounds *rounds, struct round *round, const struct header *header,
@@ -158,10 +159,10 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
         slot->claims++;
         return slot;
     }
-    lateness_hear(&rounds->lateness, header->rank, round->sequence, rounds->now_us,
-                  slot->missing == 0 && slot->claims == 0 ? slot->alone_us : 0);
+    lateness_record(&rounds->lateness, header->rank, round->sequence, rounds->now_us,
+                    slot->missing == 0 && slot->claims == 0 ? slot->alone_us : 0);
     if (rounds->ended_room > 0)
-        note_moments(rounds, round, slot, header->rank);
+        note_timestamps(rounds, round, slot, header->rank);
     if (slot->missing == 1)
         slot->alone_us = rounds->now_us;
     slot->payloads->blocks[header->rank] = payload;
@@ -266,10 +267,10 @@ static void advance(struct rounds *rounds, struct member *member, uint64_t water
 /* Bytes that a worker may have in flight. */
 static uint64_t window_limit(const struct member *member, const struct rounds *rounds)
 {
-    return member->window + SPARE_CHUNKS * window_charge(rounds->max_chunk_bytes);
+    return member->window + SPARE_CHUNKS * window_cost(rounds->max_chunk_bytes);
 }
 
-uint64_t rounds_taken(const struct rounds *rounds)
+uint64_t rounds_used(const struct rounds *rounds)
 {
     uint64_t n = rounds->world_size;
     return (rounds->lateness.ranks == NULL ? 0 : n * LATENESS_BYTES) +
@@ -279,14 +280,14 @@ uint64_t rounds_taken(const struct rounds *rounds)
 }
 
 /* Whether the records of one more slot fit into what is reserved for the job. */
-static bool may_open(const struct rounds *rounds, uint64_t charge)
+static bool may_open(const struct rounds *rounds, uint64_t cost)
 {
-    uint64_t held = charge;
+    uint64_t held = cost;
     for (uint32_t rank = 0; rank < rounds->world_size; rank++)
         held += rounds->members[rank]->held;
     uint64_t each = PLACE_BYTES + RANK_BYTES + (rounds->lateness.ranks == NULL ? LATENESS_BYTES : 0);
     uint64_t more = ROUND_BYTES + SLOT_BYTES + (uint64_t)rounds->world_size * each;
-    return held + rounds_taken(rounds) + more <= rounds->reserved;
+    return held + rounds_used(rounds) + more <= rounds->reserved;
 }
 
 static bool agrees(const struct header *first, const struct header *header)
@@ -297,15 +298,15 @@ static bool agrees(const struct header *first, const struct header *header)
 }
 
 /* Whether a rank may have begun a call without the question before it, which ends that one badly. */
-static bool may_end_question(const struct rounds *rounds, uint64_t sequence)
+static bool may_end_agreement(const struct rounds *rounds, uint64_t sequence)
 {
     uint64_t place = sequence % PLACES;
     if (place == 0)
         return map_get(&rounds->by_sequence, sequence + 1) != NULL;
     if (place > 1)
         return false;
-    const struct round *question = map_get(&rounds->by_sequence, sequence - 1);
-    return question != NULL && (question->open > 0 || question->slots.count == 0);
+    const struct round *agreement = map_get(&rounds->by_sequence, sequence - 1);
+    return agreement != NULL && (agreement->open > 0 || agreement->slots.count == 0);
 }
 
 enum verdict rounds_offer(struct rounds *rounds, struct member *member, const struct header *header,
@@ -320,9 +321,9 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
         header->watermark > member->watermark ? header->watermark : member->watermark;
     if (header->sequence < watermark || header->sequence - watermark >= MAX_ROUNDS_AHEAD)
         return IRREGULAR;
-    if (may_end_question(rounds, header->sequence))
+    if (may_end_agreement(rounds, header->sequence))
         return IRREGULAR;
-    if (member->held + window_charge(header->nbytes) > window_limit(member, rounds))
+    if (member->held + window_cost(header->nbytes) > window_limit(member, rounds))
         return IRREGULAR;
     struct round *in = map_get(&rounds->by_sequence, header->sequence);
     struct slot *at = NULL;
@@ -337,9 +338,9 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
             at->nbytes != header->nbytes)
             return IRREGULAR;
     }
-    if (at == NULL && !may_open(rounds, window_charge(header->nbytes)))
+    if (at == NULL && !may_open(rounds, window_cost(header->nbytes)))
         return IRREGULAR;
-    if (in == NULL && rounds->by_sequence.count >= rounds->most)
+    if (in == NULL && rounds->by_sequence.count >= rounds->limit)
         return IRREGULAR;
     if (watermark > member->watermark && !may_advance(rounds, member, watermark))
         return IRREGULAR;
@@ -353,7 +354,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
     if (watermark > member->watermark)
         advance(rounds, member, watermark); /* the round is above, so it stays */
     in->spoke[header->rank] = 1;
-    member->held += window_charge(header->nbytes);
+    member->held += window_cost(header->nbytes);
     *round = in;
     *slot = at;
     return at->missing == 0 ? COMPLETE : PLACED;

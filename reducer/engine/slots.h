@@ -1,6 +1,6 @@
 /* Rounds and slots as the compiled loop keeps them: the twin of slots.py, without Python objects.
  *
- * Everything belongs to one thread. The rules are those of wire/README.md, section 5; here are only
+ * Everything belongs to one thread. The rules are those of docs/protocol.md, section 5; here are only
  * those of healthy rounds. Whatever is out of the ordinary is left to the engine, which sees the
  * same structs through _slots.pyx.
  */
@@ -54,7 +54,7 @@ struct payloads {
 };
 
 /* When what happened to a round, us; see `slots.RoundTimes`. */
-struct moments {
+struct timestamps {
     uint64_t begun_us, alone_us, complete_us, done_us, bytes;
     uint32_t first_rank, last_rank, chunks;
 };
@@ -62,13 +62,13 @@ struct moments {
 /* A round that is over. */
 struct round_times {
     uint64_t sequence;
-    struct moments moments;
+    struct timestamps timestamps;
 };
 
 /* One all-reduce. */
 struct round {
     uint64_t sequence;
-    struct moments moments;
+    struct timestamps timestamps;
     struct header first; /* what its first contribution settled, if has_first */
     bool has_first;
     bool waits;    /* its number is in `waiting` of the rounds */
@@ -90,13 +90,13 @@ struct rounds {
     struct map by_sequence;
     struct heap order;   /* sequence numbers of all rounds */
     struct heap waiting; /* of those with open slots, and of some that have none any more */
-    uint64_t most;       /* rounds that there may be */
+    uint64_t limit;      /* rounds that there may be */
     struct round *latest; /* of those that have not failed, the one that was touched last */
     uint64_t touches;
     uint64_t exits; /* how often a rank has left the job */
     uint64_t reached; /* every all-reduce below is finished at every rank, while `members` is set */
     uint32_t viewed;
-    /* What the records take, see rounds_taken. */
+    /* What the records take, see rounds_used. */
     uint64_t reserved; /* bytes that contributions and records of this job may take */
     uint64_t open;     /* slots that wait for contributions */
     uint64_t missing;  /* contributions that these wait for */
@@ -123,7 +123,7 @@ enum verdict {
 };
 
 /* Bytes that the records of all rounds take. */
-uint64_t rounds_taken(const struct rounds *rounds);
+uint64_t rounds_used(const struct rounds *rounds);
 
 /* Takes a healthy contribution, and with it the payload, unless it is IRREGULAR. Sets where it was put,
  * if there was memory. */

@@ -151,7 +151,7 @@ class _Events(Listener):
         """Return what is kept; other threads may log meanwhile."""
         return tuple(self._kept.copy())
 
-    def hear(self, record: logging.LogRecord, text: str) -> None:
+    def take(self, record: logging.LogRecord, text: str) -> None:
         """Keep a record, unless it is of no interest later."""
         job, rank = getattr(record, "job", None), getattr(record, "rank", None)
         if record.levelno < logging.WARNING and job is None:

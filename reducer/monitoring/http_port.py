@@ -100,7 +100,7 @@ Paths = dict[str, "Callable[[str], Reply]"]  # what answers, by path; each takes
 
 
 @dataclass(eq=False)
-class _Client:
+class _HttpClient:
     """A connection.
 
     Attributes:
@@ -145,8 +145,8 @@ class HttpPort:
         self._paths: Paths = {}
         self._ended = threading.Event()
         # Both in the order of `since`.
-        self._asking: dict[_Client, None] = {}
-        self._answering: dict[_Client, None] = {}
+        self._asking: dict[_HttpClient, None] = {}
+        self._answering: dict[_HttpClient, None] = {}
 
     @contextmanager
     def serving(self, observer: Observer) -> Iterator[None]:
@@ -210,7 +210,7 @@ class HttpPort:
             if len(self._asking) >= self._most:
                 self._drop(next(iter(self._asking)))
             connection.setblocking(False)
-            client = _Client(connection, time.monotonic())
+            client = _HttpClient(connection, time.monotonic())
             try:
                 self._selector.register(connection, selectors.EVENT_READ, client)
             except OSError:  # the kernel has no memory for it
@@ -224,7 +224,7 @@ class HttpPort:
             return True
         return next(iter(self._answering)).since < time.monotonic() - ANSWER_S
 
-    def _read(self, client: _Client) -> None:
+    def _read(self, client: _HttpClient) -> None:
         """Read on in a request, and begin its answer if it is whole."""
         try:
             more = client.connection.recv(MAX_HEAD_BYTES - len(client.head))
@@ -245,7 +245,7 @@ class HttpPort:
             self._selector.modify(client.connection, selectors.EVENT_WRITE, client)
             self._send(client)
 
-    def _send(self, client: _Client) -> None:
+    def _send(self, client: _HttpClient) -> None:
         """Send on in an answer; the connection ends with it."""
         try:
             # At its default action SIGPIPE would end the process.
@@ -265,7 +265,7 @@ class HttpPort:
             while clients and next(iter(clients)).since < since:
                 self._drop(next(iter(clients)))
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: _HttpClient) -> None:
         self._asking.pop(client, None)
         self._answering.pop(client, None)
         self._selector.unregister(client.connection)

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from reducer.engine.rounds import Counters
+from reducer.engine.rounds import EngineCounters
 from reducer.monitoring.status import State
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ MAX_LABELLED_JOBS = 32  # those with the most memory; a job's name is a tenant's
 
 _COUNTERS = {
     name: hint.__metadata__[0]
-    for name, hint in get_type_hints(Counters, include_extras=True).items()
+    for name, hint in get_type_hints(EngineCounters, include_extras=True).items()
 }
 
 
@@ -140,6 +140,6 @@ def _ranks(jobs: list[JobStatus]) -> Iterator[Metric]:
             waited.add_metric([job.name, rank, "late"], one.late_s)
             waited.add_metric([job.name, rank, "slow"], one.slow_s)
         if job.straggler is not None:
-            its = [job.name, str(job.straggler.rank), job.straggler.cause]
-            straggler.add_metric(its, job.straggler.share)
+            labels = [job.name, str(job.straggler.rank), job.straggler.cause]
+            straggler.add_metric(labels, job.straggler.share)
     yield from (waits, waited, straggler)

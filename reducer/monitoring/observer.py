@@ -130,16 +130,16 @@ class Observer:
             return self._latest
 
     def _look(self) -> ReducerStatus:
-        questions = [
+        requests = [
             inbox.ask() if thread.is_alive() else None
             for inbox, thread in zip(self._inboxes, self._threads, strict=True)
         ]
         now = time.monotonic()
         lanes: list[LaneStatus] = []
-        for inbox, question in zip(self._inboxes, questions, strict=True):
+        for inbox, request in zip(self._inboxes, requests, strict=True):
             # Each asker would wait anew for a thread that hangs, and all others for the asker.
             until = max((inbox.ticked or now) + ANSWER_S, now + FRESH_S)
-            lane = None if question is None else _answer(question, until)
+            lane = None if request is None else _answer(request, until)
             lanes.append(lane or LaneStatus(inbox.port, False, 0, 0, Memory(0, 0, 0), {}))
         counters: Counter[str] = Counter()
         for lane in lanes:
@@ -253,9 +253,9 @@ def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
     )
 
 
-def _answer(question: Future[LaneStatus], deadline: float) -> LaneStatus | None:
+def _answer(request: Future[LaneStatus], deadline: float) -> LaneStatus | None:
     try:
-        return question.result(max(0.0, deadline - time.monotonic()))
+        return request.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
-        question.cancel()
+        request.cancel()
         return None

@@ -31,7 +31,7 @@ BUCKET_BYTES = 64 << 20  # `worker_client.ddp.DEFAULT_BUCKET_CAP_MB`
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """What is to be planned.
 
     Attributes:
@@ -119,7 +119,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PoolPlan:
     """The answer.
 
     Attributes:
@@ -145,7 +145,7 @@ def reducers_needed(workers: int, worker_gbps: float, reducer_gbps: float) -> in
     return math.ceil(total / Fraction(str(reducer_gbps)))
 
 
-def step_s(job: Job, all_s: float, last_s: float) -> float:
+def step_s(job: PlannedJob, all_s: float, last_s: float) -> float:
     """Return the time of a training step.
 
     DDP's buckets travel while the backward pass makes the next ones. The step ends with the last
@@ -161,12 +161,12 @@ def step_s(job: Job, all_s: float, last_s: float) -> float:
     return job.forward_s + max(job.backward_s + last_s, first + all_s)
 
 
-def buckets(job: Job) -> int:
+def buckets(job: PlannedJob) -> int:
     """Return the number of DDP's buckets."""
     return math.ceil(job.nbytes / job.bucket_bytes)
 
 
-def plan(job: Job, pools: Collection[int] = ()) -> Plan:
+def plan(job: PlannedJob, pools: Collection[int] = ()) -> PoolPlan:
     """Plan a job.
 
     Args:
@@ -185,7 +185,7 @@ def plan(job: Job, pools: Collection[int] = ()) -> Plan:
     ring = ring_s(job.nbytes, job.workers, network)
     ring_step = step_s(job, ring, ring_s(bucket, job.workers, network))
     rows = tuple(_row(job, size, ring, ring_step) for size in sizes)
-    return Plan(needed, ring, ring_step, rows)
+    return PoolPlan(needed, ring, ring_step, rows)
 
 
 def default_sizes(needed: int) -> list[int]:
@@ -193,7 +193,7 @@ def default_sizes(needed: int) -> list[int]:
     return [0, *(1 << power for power in range((needed - 1).bit_length())), needed]
 
 
-def _row(job: Job, reducers: int, ring: float, ring_step: float) -> Row:
+def _row(job: PlannedJob, reducers: int, ring: float, ring_step: float) -> Row:
     network, n = job.network, job.workers
     seconds, topology = fastest(job.nbytes, n, reducers, network)
     bucket = all_reduce_s(job.nbytes / buckets(job), n, reducers, topology, network)

@@ -37,8 +37,8 @@ from reducer.zmtp.net cimport (
     ZMTP_WRONG_KEY,
     connection,
     message as message_t,
-    pair,
-    pair_leave,
+    channel,
+    channel_close,
     zmtp_t,
 )
 
@@ -46,7 +46,7 @@ import sys
 import time
 
 from reducer.clock import ServingTime
-from reducer.engine.actions import Attach, Close, Dismiss, Resume, Send, Serve, Trust
+from reducer.engine.actions import Attach, Close, Dismiss, Resume, Send, Serve, MarkJoined
 from reducer.engine.allow_list import LOCAL
 from reducer.engine.limits import TAKEN_PER_LOOK
 from reducer.wire.constants import TYPE_AT, MessageType
@@ -101,18 +101,18 @@ cdef extern from "reducer/runtime/loop.h" nogil:
         block_pool pool
 
     bint loop_listen(loop_t *self, int listener, uint64_t every_ns) noexcept
-    pair *loop_meet(loop_t *self) noexcept
+    channel *loop_connect_inproc(loop_t *self) noexcept
     void loop_end(loop_t *self, long linger_ms) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept
     void loop_admit(loop_t *self, bint admitted) noexcept
-    void loop_trust(loop_t *self, uint64_t peer) noexcept
-    void loop_tie(loop_t *self, uint64_t peer, uint64_t stream) noexcept
-    void loop_keep(loop_t *self, uint64_t peer, uint64_t resume_ns) noexcept
+    void loop_mark_joined(loop_t *self, uint64_t peer) noexcept
+    void loop_attach_stream(loop_t *self, uint64_t peer, uint64_t stream) noexcept
+    void loop_make_resumable(loop_t *self, uint64_t peer, uint64_t resume_ns) noexcept
     bint loop_is_suspended(loop_t *self, uint64_t peer) noexcept
     int loop_socket(loop_t *self, uint64_t peer) noexcept
-    void loop_splice(loop_t *self, uint64_t peer, uint64_t fresh, uint64_t peer_read,
-                     const header_t *header) noexcept
+    void loop_resume_over(loop_t *self, uint64_t peer, uint64_t successor, uint64_t peer_read,
+                          const header_t *header) noexcept
     void loop_give_up(loop_t *self, uint64_t peer) noexcept
     void loop_forget(loop_t *self) noexcept
     void loop_release_memory(loop_t *self) noexcept
@@ -127,16 +127,16 @@ cdef extern from "reducer/runtime/loop.h" nogil:
 
 
 # Of whose senders the engine asks the key.
-_OF_STRANGERS = {MessageType.HELLO, MessageType.STREAM, MessageType.RESUME}
+_BEFORE_JOINING = {MessageType.HELLO, MessageType.STREAM, MessageType.RESUME}
 _RESUMED = Header(MessageType.RESUME).pack()
 ID_BYTES = 7  # of a peer: the number of its connection, little-endian
 SPARE_BYTES = 32 << 20  # of memory that payloads have had, kept for the next ones
 
 
 cdef void leave(object met) noexcept:
-    """Have the worker's end of a pair go that nobody has joined."""
-    if PyCapsule_IsValid(met, b"pair"):
-        pair_leave(<pair *>PyCapsule_GetPointer(met, b"pair"), 1)
+    """Have the worker's end of a channel go that nobody has joined."""
+    if PyCapsule_IsValid(met, b"channel"):
+        channel_close(<channel *>PyCapsule_GetPointer(met, b"channel"), 1)
 
 
 cdef uint64_t key_of(bytes peer):
@@ -158,34 +158,34 @@ cdef class Sockets:
         OSError: no files or threads are left.
     """
 
-    cdef loop_t its
+    cdef loop_t c
     cdef curve_keys _keys
 
     def __cinit__(self, listener=None, double every_s=1.0, double handshake_s=1.0,
                   uint64_t max_frame_bytes=0, keys=None):
-        self.its.pool.most_spare_bytes = SPARE_BYTES
-        self.its.max_frame_bytes = max_frame_bytes
-        self.its.handshake_ns = <uint64_t>(handshake_s * 1e9)
+        self.c.pool.most_spare_bytes = SPARE_BYTES
+        self.c.max_frame_bytes = max_frame_bytes
+        self.c.handshake_ns = <uint64_t>(handshake_s * 1e9)
         self.limit(sys.maxsize, sys.maxsize)
         if keys is not None:
             copy_keys(&self._keys, keys)
-            self.its.keys = &self._keys
-        if listener is not None and not loop_listen(&self.its, listener, <uint64_t>(every_s * 1e9)):
+            self.c.keys = &self._keys
+        if listener is not None and not loop_listen(&self.c, listener, <uint64_t>(every_s * 1e9)):
             raise OSError(errno, "the loop cannot be set up")
 
     def __dealloc__(self):
-        loop_end(&self.its, 0)
+        loop_end(&self.c, 0)
         explicit_bzero(&self._keys, sizeof(self._keys))
 
     def limit(self, size_t max_first, size_t max_open):
         """Say how many connections are accepted, but for further streams, and with these."""
-        self.its.max_first = max_first
-        self.its.max_open = max_open
+        self.c.max_first = max_first
+        self.c.max_open = max_open
 
     def end(self, long linger_ms):
         """Give what has yet to be sent so much time, and close all connections."""
         with nogil:
-            loop_end(&self.its, linger_ms)
+            loop_end(&self.c, linger_ms)
 
     def meet(self):
         """Make a peer of a worker of this process.
@@ -193,20 +193,20 @@ cdef class Sockets:
         Any thread may call this before `end`.
 
         Returns:
-            The other end of their pair, a capsule; it leaves the pair unless it was joined.
+            The other end of their channel, a capsule; it leaves the channel unless it was joined.
 
         Raises:
             OSError: no files are left, or no memory.
         """
-        cdef pair *made
+        cdef channel *made
         with nogil:  # the thread of these may have to end its turn first
-            made = loop_meet(&self.its)
+            made = loop_connect_inproc(&self.c)
         if made == NULL:
-            raise OSError(errno, "no pair can be made")
+            raise OSError(errno, "no channel can be made")
         try:
-            return PyCapsule_New(made, b"pair", leave)
+            return PyCapsule_New(made, b"channel", leave)
         except MemoryError:
-            pair_leave(made, 1)
+            channel_close(made, 1)
             raise
 
     def send(self, bytes peer, bytes header, payload):
@@ -214,18 +214,18 @@ cdef class Sockets:
         cdef const unsigned char[::1] body
         cdef uint64_t key = key_of(peer)
         if payload is None:
-            return loop_send(&self.its, key, PyBytes_AsString(header), NULL, 0)
+            return loop_send(&self.c, key, PyBytes_AsString(header), NULL, 0)
         body = memoryview(payload).cast("B")
-        return loop_send(&self.its, key, PyBytes_AsString(header),
+        return loop_send(&self.c, key, PyBytes_AsString(header),
                          &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
     def changes(self):
         """Return which connections came or went, as ``(came, descriptor, number)``, once each."""
         found = [
-            (self.its.changes[at].came, self.its.changes[at].fd, self.its.changes[at].number)
-            for at in range(self.its.change_count)
+            (self.c.changes[at].came, self.c.changes[at].fd, self.c.changes[at].number)
+            for at in range(self.c.change_count)
         ]
-        self.its.change_count = 0
+        self.c.change_count = 0
         return found
 
     def load(self, uint64_t number):
@@ -234,21 +234,21 @@ cdef class Sockets:
         None if it is gone; see `transport.Load`.
         """
         cdef load found
-        if not loop_load(&self.its, peer_key(<const char *>&number, ID_BYTES), &found):
+        if not loop_load(&self.c, peer_key(<const char *>&number, ID_BYTES), &found):
             return None
         return found.read, found.unread, found.unsent, found.waits
 
     def is_suspended(self, uint64_t number):
         """Whether a connection has broken, and may go on over another one."""
-        return loop_is_suspended(&self.its, peer_key(<const char *>&number, ID_BYTES))
+        return loop_is_suspended(&self.c, peer_key(<const char *>&number, ID_BYTES))
 
     def hang_up(self, uint64_t number):
         """End a connection; False if it is gone."""
-        return loop_hang_up(&self.its, peer_key(<const char *>&number, ID_BYTES))
+        return loop_hang_up(&self.c, peer_key(<const char *>&number, ID_BYTES))
 
     def unfinished(self):
         """Return how many handshakes took too long since the last call."""
-        found, self.its.unfinished = self.its.unfinished, 0
+        found, self.c.unfinished = self.c.unfinished, 0
         return found
 
 
@@ -257,7 +257,7 @@ cdef class Core:
     """The struct and what its pointers point to, over one engine."""
 
     cdef Sockets _sockets
-    cdef loop_t *its
+    cdef loop_t *c
     cdef CompiledKernels _kernels
     cdef object _engine
     cdef dict _served  # (rounds, members) by the job that is served
@@ -269,8 +269,8 @@ cdef class Core:
         self._kernels = engine.kernels
         self._served = {}
         self._sockets = Sockets() if transport is None else transport.sockets
-        self.its = &self._sockets.its
-        self.its.kernels = self._kernels.table
+        self.c = &self._sockets.c
+        self.c.kernels = self._kernels.table
 
     def __dealloc__(self):
         cdef Rounds within
@@ -278,8 +278,8 @@ cdef class Core:
             return
         for within, _ in self._served.values():
             within.dismiss()
-        map_free(&self.its.members)
-        map_free(&self.its.rounds)
+        map_free(&self.c.members)
+        map_free(&self.c.rounds)
 
     def perform(self, action):
         """Do what the engine asks for, but to send and to close."""
@@ -288,17 +288,17 @@ cdef class Core:
         if isinstance(action, Dismiss):
             return self.dismiss(action.job)
         cdef uint64_t key = key_of(action.peer)
-        if isinstance(action, Trust):
-            loop_trust(self.its, key)
+        if isinstance(action, MarkJoined):
+            loop_mark_joined(self.c, key)
             if action.resumes:
-                self.keep(key)
+                self.make_resumable(key)
         elif isinstance(action, Attach):
             self.attach(key, key_of(action.stream))
         elif isinstance(action, Resume):
-            loop_splice(self.its, key, key_of(action.fresh), action.read,
-                        <const header_t *>PyBytes_AsString(_RESUMED))
+            loop_resume_over(self.c, key, key_of(action.fresh), action.read,
+                             <const header_t *>PyBytes_AsString(_RESUMED))
         else:
-            loop_give_up(self.its, key)
+            loop_give_up(self.c, key)
 
     cdef serve(self, job):
         """Take a job's contributions: every rank is here."""
@@ -307,36 +307,36 @@ cdef class Core:
         members = list(job.members.values())
         self._served[job] = within, members
         within.rest()
-        within.admit(members, job, &self.its.pool)
+        within.admit(members, job, &self.c.pool)
         for member in members:
             for peer in (member.peer, *self._engine.members.streams(member.peer)):
-                self.put(key_of(peer), &member.its, &within.its)
+                self.put(key_of(peer), &member.c, &within.c)
 
     cdef dismiss(self, job):
         """Leave a job's contributions to the engine again."""
         cdef Rounds within = self._served.pop(job)[0]
-        cdef map *found = &self.its.rounds
+        cdef map *found = &self.c.rounds
         within.dismiss()
         keys = [
             found.entries[at].key
             for at in range(found.mask + 1 if found.count else 0)
-            if found.entries[at].value == &within.its
+            if found.entries[at].value == &within.c
         ]
         for key in keys:
-            map_remove(&self.its.members, key)
+            map_remove(&self.c.members, key)
             map_remove(found, key)
-        loop_release_memory(self.its)
+        loop_release_memory(self.c)
 
     cdef attach(self, uint64_t key, uint64_t stream):
         """Have a further stream be served as its member is."""
-        loop_tie(self.its, key, stream)
-        cdef member_t *member = <member_t *>map_get(&self.its.members, key)
+        loop_attach_stream(self.c, key, stream)
+        cdef member_t *member = <member_t *>map_get(&self.c.members, key)
         if member != NULL:
-            self.put(stream, member, <rounds *>map_get(&self.its.rounds, key))
+            self.put(stream, member, <rounds *>map_get(&self.c.rounds, key))
 
     cdef put(self, uint64_t key, member_t *member, rounds *within):
         if key and not (
-            map_put(&self.its.members, key, member) and map_put(&self.its.rounds, key, within)
+            map_put(&self.c.members, key, member) and map_put(&self.c.rounds, key, within)
         ):
             raise MemoryError
 
@@ -346,11 +346,11 @@ cdef class Core:
         for within, _ in self._served.values():
             within.rest()
 
-    cdef keep(self, uint64_t key):
+    cdef make_resumable(self, uint64_t key):
         """Keep a member's connection when its socket breaks, for a while."""
-        cdef int descriptor = loop_socket(self.its, key)
+        cdef int descriptor = loop_socket(self.c, key)
         if descriptor >= 0:
-            loop_keep(self.its, key, <uint64_t>(self._transport.resume_s(descriptor) * 1e9))
+            loop_make_resumable(self.c, key, <uint64_t>(self._transport.resume_s(descriptor) * 1e9))
 
     def offer(self, bytes peer, bytes frame, bytes payload, double at=0.0):
         """Take one contribution as the loop would, for tests without a network.
@@ -362,35 +362,35 @@ cdef class Core:
         cdef block *result
         cdef rounds *within
         self.rest()
-        cdef block *message = block_take(&self.its.pool, len(payload))
+        cdef block *message = block_take(&self.c.pool, len(payload))
         if message == NULL:
             raise MemoryError
         memcpy(message.data, PyBytes_AsString(payload), len(payload))
         cdef verdict found = loop_offer(
-            self.its, key_of(peer), PyBytes_AsString(frame),
+            self.c, key_of(peer), PyBytes_AsString(frame),
             len(frame), message, <uint64_t>(at * 1e6), &header, &result, &within,
         )
         self.count()
         if found == IRREGULAR:
-            block_drop(&self.its.pool, message)
+            block_drop(&self.c.pool, message)
             return None
         if found == OUT_OF_MEMORY:
             raise MemoryError
         if found == PLACED:
             return []
         reduction = (<char *>result.data)[:result.nbytes]
-        block_drop(&self.its.pool, result)
+        block_drop(&self.c.pool, result)
         header_frame = (<char *>&header)[:HEADER_BYTES]
         return [
             Send(member.peer, header_frame, reduction)
             for served, members in self._served.values()
             for member in members
-            if &(<Rounds>served).its is within
+            if &(<Rounds>served).c is within
         ]
 
     cdef message(self):
         """Take the message that the loop has left: peer, header, payload, sender's key."""
-        cdef peer *sender = self.its.peer
+        cdef peer *sender = self.c.peer
         cdef message_t *found = &sender.connection.message
         cdef bytes name = sender.number.to_bytes(ID_BYTES, "little")
         header = payload = b""
@@ -398,13 +398,13 @@ cdef class Core:
             header = (<char *>found.header)[:HEADER_BYTES]
         if not found.foreign and found.payload != NULL:
             payload = (<char *>found.payload.data)[:found.payload.nbytes]
-        loop_next(self.its)
-        keyed = len(header) > TYPE_AT and header[TYPE_AT] in _OF_STRANGERS
+        loop_next(self.c)
+        keyed = len(header) > TYPE_AT and header[TYPE_AT] in _BEFORE_JOINING
         return name, header, payload, self.key(sender) if keyed else ""
 
     cdef str key(self, peer *sender):
         """Return the public key that a peer has shown; nothing if none is demanded."""
-        if sender.connection.pair != NULL:
+        if sender.connection.channel != NULL:
             return LOCAL
         if not sender.connection.zmtp.sealed:
             return ""
@@ -412,8 +412,8 @@ cdef class Core:
 
     cdef end(self):
         """Forget the peer whose connection has ended; return its name."""
-        cdef zmtp_t *zmtp = &self.its.peer.connection.zmtp
-        cdef bytes name = self.its.peer.number.to_bytes(ID_BYTES, "little")
+        cdef zmtp_t *zmtp = &self.c.peer.connection.zmtp
+        cdef bytes name = self.c.peer.number.to_bytes(ID_BYTES, "little")
         if not zmtp.ready:
             self._transport.refuse(
                 "with a key that is not on the allow-list" if zmtp.fault == ZMTP_UNKNOWN_KEY
@@ -422,13 +422,13 @@ cdef class Core:
                 else "that hung up during the handshake" if zmtp.fault == ZMTP_NO_FAULT
                 else "that do not speak this protocol"
             )
-        loop_forget(self.its)
+        loop_forget(self.c)
         return name
 
     cdef list unreachable(self):
         """Take the peers that could not be sent to; the engine may not know some any more."""
-        lost = {self.its.lost[place] for place in range(self.its.lost_count)}
-        self.its.lost_count = 0
+        lost = {self.c.lost[place] for place in range(self.c.lost_count)}
+        self.c.lost_count = 0
         return [key.to_bytes(8, "little")[:ID_BYTES] for key in sorted(lost)]
 
     def run(self, timeout_s):
@@ -439,15 +439,15 @@ cdef class Core:
         while timeout_ms >= 0:
             self.rest()
             with nogil:
-                event = loop_run(self.its, timeout_ms)
+                event = loop_run(self.c, timeout_ms)
             self.count()
             if event == LOOP_TIMEOUT:
                 return
             if event == LOOP_MESSAGE:
                 yield self._engine.receive(*self.message(), at=time.monotonic())
             elif event == LOOP_ADMIT:
-                shown = (<char *>self.its.peer.connection.zmtp.peer_key)[:32]
-                loop_admit(self.its, self._transport.admits(shown))
+                shown = (<char *>self.c.peer.connection.zmtp.peer_key)[:32]
+                loop_admit(self.c, self._transport.admits(shown))
             elif event == LOOP_ENDED:
                 yield self._engine.unreachable(self.end())
             elif event == LOOP_UNREACHABLE:
@@ -458,18 +458,18 @@ cdef class Core:
                 # hear that their reducer has ended, and go on with another one.
                 raise MemoryError
             else:
-                raise OSError(self.its.error, "the sockets cannot be polled")
+                raise OSError(self.c.error, "the sockets cannot be polled")
             timeout_ms = <long>((until - time.monotonic()) * 1000)
 
     cdef count(self):
         counters = self._engine.counters
-        counters.contributions += self.its.contributions
-        counters.results += self.its.results
-        counters.bytes_in += self.its.bytes_in
-        counters.bytes_out += self.its.bytes_out
-        counters.closed += self.its.crowded_out
-        self.its.contributions = self.its.results = self.its.bytes_in = self.its.bytes_out = 0
-        self.its.crowded_out = 0
+        counters.contributions += self.c.contributions
+        counters.results += self.c.results
+        counters.bytes_in += self.c.bytes_in
+        counters.bytes_out += self.c.bytes_out
+        counters.closed += self.c.crowded_out
+        self.c.contributions = self.c.results = self.c.bytes_in = self.c.bytes_out = 0
+        self.c.crowded_out = 0
 
 
 class Loop:

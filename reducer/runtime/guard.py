@@ -1,7 +1,7 @@
 """Keeps connections in bounds: how many, how long without a job, and what they make a reducer hold.
 
 The guard looks at them several times a second, and ends those that go beyond what was agreed. The
-rules are those of `wire/README.md`, section 5. How long a message may be, and what a stranger may
+rules are those of `docs/protocol.md`, section 5. How long a message may be, and what a stranger may
 have under way, `loop.c` sees to at once. One guard belongs to one thread.
 """
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from reducer.engine.actions import Action
     from reducer.engine.engine import Engine
     from reducer.engine.jobs import Job
-    from reducer.engine.limits import Patience
+    from reducer.engine.limits import ConnectionLimits
     from reducer.engine.slots import Member
     from reducer.runtime.transport import Line, Load, Transport
 
 LOOK_S = 0.1
 LOOK_SOON_S = 0.02  # while there are strangers, or much waits that is of somebody
 FAREWELL_S = 1.0  # for a peer that was dropped to read why
-STRANGER_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
+UNJOINED_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
 SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
 MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
-STRANGERS_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
+UNJOINED_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class Connection:
         base: bytes that had come over it when that was, and those that were under way.
         window: bytes that a member may have under way; 0 of a stranger's.
         further: it is a further stream of a member.
-        ended: it was told to go, and has yet to.
+        ended: it was told to close, and is not closed yet.
         held: bytes that it made the reducer hold at the last look, besides slots.
     """
 
@@ -74,17 +74,17 @@ class Guard:
     Args:
         engine: knows whose they are.
         transport: knows which there are.
-        patience: what they may do.
+        most_looks: what they may do.
     """
 
-    def __init__(self, engine: Engine, transport: Transport, patience: Patience) -> None:
+    def __init__(self, engine: Engine, transport: Transport, limits: ConnectionLimits) -> None:
         self._engine = engine
         self._transport = transport
-        self._patience = patience
-        transport.limit(patience.max_connections, patience.max_open)
+        self._limits = limits
+        transport.limit(limits.max_connections, limits.max_open)
         self._connections: dict[int, Connection] = {}  # by the transport's numbers
         self._leaving = 0  # of these: that were told to go
-        self._strangers: OrderedDict[int, Connection] = OrderedDict()  # to stay, by `since`
+        self._unjoined: OrderedDict[int, Connection] = OrderedDict()  # to stay, by `since`
         self._turns: OrderedDict[int, None] = OrderedDict()  # theirs: whose load is asked for next
         self._members: set[int] = set()  # at the latest look
         self._closing: list[bytes] = []  # peers that were dropped since the last look
@@ -122,7 +122,7 @@ class Guard:
             What is to be done about that besides.
         """
         self._looks += 1
-        self._hear(now)
+        self._follow_changes(now)
         members: dict[int, Member] = {}
         actions: list[Action] = []
         held = 0
@@ -136,10 +136,10 @@ class Guard:
         self._part(members.keys())
         self._dismiss(now)
         self._judge(now)
-        self._soon = bool(self._strangers) or held > 2 * SLACK_BYTES
+        self._soon = bool(self._unjoined) or held > 2 * SLACK_BYTES
         return [action for action in actions if not isinstance(action, Close)]
 
-    def _hear(self, now: float) -> None:
+    def _follow_changes(self, now: float) -> None:
         """Learn which connections have come and gone."""
         for number, line in self._transport.changes(now):
             known = self._connections.pop(number, None)
@@ -152,17 +152,17 @@ class Guard:
 
     def _suspect(self, number: int, connection: Connection) -> None:
         """Watch a connection as a stranger's."""
-        self._strangers[number] = connection
+        self._unjoined[number] = connection
         self._turns[number] = None
 
     def _unsuspect(self, number: int) -> None:
         """Watch it as a stranger's no longer, if that was so."""
-        if self._strangers.pop(number, None) is not None:
+        if self._unjoined.pop(number, None) is not None:
             del self._turns[number]
 
     def _part(self, members: KeysView[int]) -> None:
         """Tell strangers from the members of this look."""
-        for number in members & self._strangers.keys():
+        for number in members & self._unjoined.keys():
             self._unsuspect(number)
         for number in self._members - members:
             connection = self._connections.get(number)
@@ -187,7 +187,7 @@ class Guard:
         """
         held: dict[bytes, int] = {}
         beside = 0
-        silent: list[tuple[Member, Connection, float]] = []
+        timed_out: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
         for number, connection, member in self._connected(job):
             members[number] = member
@@ -196,24 +196,24 @@ class Guard:
             if (
                 turn
                 and (load := connection.weigh(now)) is not None
-                and is_lost(load.silent_s, job.patience_s, load.round_trip_s)
+                and is_lost(load.idle_s, job.peer_timeout_s, load.round_trip_s)
                 and not connection.ended
             ):
-                silent.append((member, connection, load.silent_s))
+                timed_out.append((member, connection, load.idle_s))
             held[member.peer] = held.get(member.peer, member.held) + connection.held
             beside = max(beside, connection.held)
         allowed += len(held) * SLACK_BYTES
         actions: list[Action] = []
-        for member, connection, silent_s in silent:
+        for member, connection, idle_s in timed_out:
             self._hang_up(connection)
-            actions += self._engine.silent(member.peer, silent_s)
-        if not silent and sum(held.values()) > allowed:
+            actions += self._engine.peer_timed_out(member.peer, idle_s)
+        if not timed_out and sum(held.values()) > allowed:
             worst = max(job.members.values(), key=lambda member: held.get(member.peer, 0))
-            its = [one for _, one, member in self._connected(job) if member is worst]
+            connections = [one for _, one, member in self._connected(job) if member is worst]
             # Once more: a figure is of several instants, and this thread may have rested meanwhile.
-            for connection in its:
+            for connection in connections:
                 connection.weigh(now)
-            held[worst.peer] = worst.held + sum(connection.held for connection in its)
+            held[worst.peer] = worst.held + sum(connection.held for connection in connections)
             if sum(held.values()) > allowed:
                 error = _hoards(job, worst, held[worst.peer])
                 self._log.warning("%s", error)
@@ -232,36 +232,36 @@ class Guard:
 
     def _judge(self, now: float) -> None:
         """End connections of nobody that are too many, too old, or have sent too much."""
-        while self._strangers:
-            number = next(iter(self._strangers))
-            if now - self._strangers[number].since <= self._patience.hello_s:
+        while self._unjoined:
+            number = next(iter(self._unjoined))
+            if now - self._unjoined[number].since <= self._limits.hello_s:
                 break
             self._end(number, "it joined no job in time")
-        for number in list(islice(self._turns, STRANGERS_PER_LOOK)):
+        for number in list(islice(self._turns, UNJOINED_PER_LOOK)):
             self._turns.move_to_end(number)
-            connection = self._strangers[number]
+            connection = self._unjoined[number]
             load = connection.line.load(now)
             if load is not None and connection.window:  # it was a member at the latest look
                 connection.base, connection.window = load.read + connection.window, 0
-            elif load is not None and load.read - connection.base > STRANGER_BYTES:
+            elif load is not None and load.read - connection.base > UNJOINED_BYTES:
                 self._end(number, "it sent more than a HELLO, and belongs to no job")
-        if self.connections > self._patience.max_connections:
+        if self.connections > self._limits.max_connections:
             self._thin_out()
 
     def _thin_out(self) -> None:
         """End connections that are too many, as those that were suspended have come back."""
         here = {n: c for n, c in self._connections.items() if not c.ended}
         first = {n: c for n, c in here.items() if not c.further}
-        patience = self._patience
-        surplus = max(len(first) - patience.max_connections, len(here) - patience.max_open)
+        limits = self._limits
+        surplus = max(len(first) - limits.max_connections, len(here) - limits.max_open)
         if surplus > 0:  # who goes on needs another socket for a moment
             surplus -= sum(connection.line.suspended for connection in here.values())
         if surplus > 0:
             # The oldest strangers: who has just come may be about to say who it is. Then those
             # that joined last, so that nobody pushes out a job that was here before.
-            waiting = list(islice(self._strangers, surplus))
+            waiting = list(islice(self._unjoined, surplus))
             if len(waiting) < surplus:
-                others = sorted(first.keys() - self._strangers.keys(), key=lambda n: -first[n].born)
+                others = sorted(first.keys() - self._unjoined.keys(), key=lambda n: -first[n].born)
                 waiting += others[: surplus - len(waiting)]
             for number in waiting:
                 self._end(number, "there are too many (REDUCTION_MAX_CONNECTIONS)")

@@ -152,15 +152,15 @@ class Refusals:
     """Says which connections were refused, at a limited rate."""
 
     def __init__(self) -> None:
-        self._untold: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
         self._next_line = 0.0
 
     def note(self, reasons: Iterable[str], now: float | None = None) -> None:
-        """Take note of refusals, each with its reason; call it often, also with none."""
-        self._untold.update(reasons)
+        """Record refusals, each with its reason; call it often, also with none."""
+        self._unlogged.update(reasons)
         now = time.monotonic() if now is None else now
-        if self._untold and now >= self._next_line:
+        if self._unlogged and now >= self._next_line:
             self._next_line = now + LOG_S
-            told = "; ".join(f"{count} {reason}" for reason, count in self._untold.items())
+            told = "; ".join(f"{count} {reason}" for reason, count in self._unlogged.items())
             log.warning("refused connections: %s", told)
-            self._untold.clear()
+            self._unlogged.clear()

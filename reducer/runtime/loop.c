@@ -12,11 +12,11 @@
 
 enum {
     EVENTS = 256,           /* that one look at the sockets brings */
-    STRANGERS_PER_LOOK = 16, /* that are accepted, noted or served before members have their turn */
-    MESSAGES_PER_TURN = 16, /* so that no peer starves the others */
-    MESSAGES_PER_LOOK = 64, /* at the clock, so that a flood cannot stop it */
-    BEATS_PER_HOLD = 64,    /* of the lock: a heartbeat takes 3 to 5 us */
-    LINGER_LOOK_MS = 2      /* at what has been sent, at the end: no poll tells of that in a pair */
+    UNJOINED_PER_LOOK = 16, /* that are accepted, noted or served before members have their turn */
+    MESSAGES_PER_TURN = 16,   /* so that no peer starves the others */
+    MESSAGES_PER_LOOK = 64,   /* at the clock, so that a flood cannot stop it */
+    HEARTBEATS_PER_LOCK = 64, /* of the lock: a heartbeat takes 3 to 5 us */
+    LINGER_LOOK_MS = 2        /* at what has been sent, at the end: no poll tells of that in a channel */
 };
 
 static const uint64_t LOOK_NS = 1000 * 1000; /* at the sockets, while messages pour in */
@@ -44,12 +44,12 @@ static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round
     fold_fn fold = loop->kernels->fold[header->dtype][header->op];
     fold_run(fold, (*result)->data, loop->inputs, n, slot->nbytes / dtype_itemsize(header->dtype));
     for (uint32_t rank = 0; rank < n; rank++)
-        rounds->members[rank]->held -= window_charge(slot->nbytes);
+        rounds->members[rank]->held -= window_cost(slot->nbytes);
     loop->results += n;
     loop->bytes_out += (uint64_t)n * slot->nbytes;
     round_finish(rounds, round, slot);
     if (rounds->ended_room > 0)
-        round->moments.done_us = now_ns() / 1000;
+        round->timestamps.done_us = now_ns() / 1000;
     return true;
 }
 
@@ -77,7 +77,7 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
         header->type = TYPE_RESULT;
         header->watermark = (*rounds)->reached;
         header->rank = 0;
-        header->set_aside = 0;
+        header->reserved = 0;
         header->since = 0;
         header->history = 0;
     }
@@ -105,7 +105,7 @@ static struct peer *pick(struct peer *peer)
     uint64_t least = UINT64_MAX;
     struct peer *after = peer->picked, *other = after;
     do {
-        other = other->beside;
+        other = other->next_stream;
         uint64_t backlog = connection_backlog(&other->connection);
         if (backlog < least) {
             least = backlog;
@@ -119,7 +119,7 @@ static bool send_block(struct loop *loop, uint64_t key, const void *header, stru
 {
     struct peer *peer = map_get(&loop->peers, key);
     uint8_t type = ((const uint8_t *)header)[offsetof(struct header, type)];
-    if (peer != NULL && peer->beside != peer && type == TYPE_RESULT)
+    if (peer != NULL && peer->next_stream != peer && type == TYPE_RESULT)
         peer = pick(peer);
     if (peer == NULL || peer->ended ||
         !connection_send(&peer->connection, header, payload == NULL ? NULL : payload->data,
@@ -132,13 +132,13 @@ static bool send_block(struct loop *loop, uint64_t key, const void *header, stru
 bool loop_send(struct loop *loop, uint64_t peer, const void *header, const void *payload,
                size_t nbytes)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct block *copy = payload == NULL ? NULL : block_copy(&loop->pool, payload, nbytes);
     bool sent = payload == NULL || copy != NULL;
     sent = sent && send_block(loop, peer, header, copy);
     if (copy != NULL)
         block_drop(&loop->pool, copy);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return sent;
 }
 
@@ -234,9 +234,9 @@ static struct peer *following(const struct loop *loop, const struct peer *peer)
 {
     struct peer *next = peer->after;
     if (next == NULL && peer->group == &loop->joined)
-        next = loop->strangers.oldest;
+        next = loop->unjoined.oldest;
     if (next == NULL)
-        next = loop->joined.oldest != NULL ? loop->joined.oldest : loop->strangers.oldest;
+        next = loop->joined.oldest != NULL ? loop->joined.oldest : loop->unjoined.oldest;
     return next == peer ? NULL : next;
 }
 
@@ -244,8 +244,8 @@ static struct peer *following(const struct loop *loop, const struct peer *peer)
 static void quit(struct loop *loop, struct peer *peer)
 {
     struct group *group = peer->group;
-    if (loop->to_beat == peer)
-        loop->to_beat = following(loop, peer);
+    if (loop->next_heartbeat == peer)
+        loop->next_heartbeat = following(loop, peer);
     if (peer->before == NULL)
         group->oldest = peer->after;
     else
@@ -260,55 +260,55 @@ static void quit(struct loop *loop, struct peer *peer)
     epoll_ctl(group->epoll, EPOLL_CTL_DEL, peer->connection.fd, NULL);
 }
 
-/* Makes a peer of a socket, which it then owns, or of the server's end of a pair. False: out of memory
+/* Makes a peer of a socket, which it then owns, or of the server's end of a channel. False: out of memory
  * or files. */
-static bool welcome(struct loop *loop, int fd, struct pair *pair, uint64_t now)
+static bool welcome(struct loop *loop, int fd, struct channel *channel, uint64_t now)
 {
     struct peer *peer = calloc(1, sizeof *peer);
     if (peer == NULL)
         return false;
-    if (!connection_init(&peer->connection, fd, true, pair == NULL ? loop->keys : NULL,
+    if (!connection_init(&peer->connection, fd, true, channel == NULL ? loop->keys : NULL,
                          loop->max_frame_bytes, &loop->pool)) {
         free(peer);
         return false;
     }
-    connection_limit(&peer->connection, STRANGER_BYTES);
-    peer->group = &loop->strangers;
-    peer->beside = peer->picked = peer;
+    connection_limit(&peer->connection, UNJOINED_BYTES);
+    peer->group = &loop->unjoined;
+    peer->next_stream = peer->picked = peer;
     peer->number = ++loop->accepted;
     peer->key = peer_key(&peer->number, 7); /* the wire is little-endian, and so is this CPU */
     peer->since_ns = now;
     bool known = map_put(&loop->peers, peer->key, peer);
     bool watched = known && watch(peer);
-    if (!watched || (pair == NULL && !note_change(loop, peer, true))) {
+    if (!watched || (channel == NULL && !note_change(loop, peer, true))) {
         if (watched)
-            epoll_ctl(loop->strangers.epoll, EPOLL_CTL_DEL, fd, NULL);
+            epoll_ctl(loop->unjoined.epoll, EPOLL_CTL_DEL, fd, NULL);
         if (known)
             map_remove(&loop->peers, peer->key);
         connection_free(&peer->connection);
         free(peer);
         return false;
     }
-    if (pair != NULL) {
-        connection_join(&peer->connection, pair, 0);
-        peer->heard = true; /* `changes` tell nobody that it has gone */
+    if (channel != NULL) {
+        connection_attach(&peer->connection, channel, 0);
+        peer->announced = true; /* `changes` tell nobody that it has gone */
     }
     enter(peer);
     return true;
 }
 
-struct pair *loop_meet(struct loop *loop)
+struct channel *loop_connect_inproc(struct loop *loop)
 {
-    struct pair *pair = pair_make();
-    if (pair == NULL)
+    struct channel *channel = channel_make();
+    if (channel == NULL)
         return NULL;
-    pulse_hold(&loop->pulse);
-    bool welcomed = welcome(loop, pair->end[0].fd, pair, now_ns());
-    pulse_release(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
+    bool welcomed = welcome(loop, channel->end[0].fd, channel, now_ns());
+    heartbeat_unlock(&loop->heartbeat);
     if (welcomed)
-        return pair;
-    pair_leave(pair, 0);
-    pair_leave(pair, 1);
+        return channel;
+    channel_close(channel, 0);
+    channel_close(channel, 1);
     errno = ENOMEM;
     return NULL;
 }
@@ -317,7 +317,7 @@ struct pair *loop_meet(struct loop *loop)
 static void heed_listener(struct loop *loop, bool heeds)
 {
     struct epoll_event event = {.events = heeds ? EPOLLIN : 0, .data.ptr = NULL};
-    epoll_ctl(loop->strangers.epoll, EPOLL_CTL_MOD, loop->listener, &event);
+    epoll_ctl(loop->unjoined.epoll, EPOLL_CTL_MOD, loop->listener, &event);
     loop->accept_again_ns = heeds ? 0 : now_ns() + REST_NS;
 }
 
@@ -332,7 +332,7 @@ static bool is_full(const struct loop *loop)
  * to say who it is. */
 static void make_room(struct loop *loop)
 {
-    struct peer *oldest = loop->strangers.oldest;
+    struct peer *oldest = loop->unjoined.oldest;
     if (oldest == NULL) {
         heed_listener(loop, false);
     } else if (oldest->connection.state != CLOSED) {
@@ -345,7 +345,7 @@ static void make_room(struct loop *loop)
 static void accept_some(struct loop *loop)
 {
     uint64_t now = now_ns();
-    for (int tried = 0; tried < STRANGERS_PER_LOOK && loop->accept_again_ns == 0; tried++) {
+    for (int tried = 0; tried < UNJOINED_PER_LOOK && loop->accept_again_ns == 0; tried++) {
         if (is_full(loop)) {
             if (tried == 0) /* else the poll tells whether there is another one */
                 make_room(loop);
@@ -371,13 +371,13 @@ static void leave(struct loop *loop, struct peer *peer)
 {
     map_remove(&loop->peers, peer->key);
     struct peer *last = peer;
-    for (; last->beside != peer; last = last->beside)
-        last->beside->picked = last->beside;
-    last->beside = peer->beside;
+    for (; last->next_stream != peer; last = last->next_stream)
+        last->next_stream->picked = last->next_stream;
+    last->next_stream = peer->next_stream;
     loop->further -= peer->further;
     loop->suspended -= peer->until_ns != 0;
     quit(loop, peer);
-    if (peer->connection.pair == NULL) {
+    if (peer->connection.channel == NULL) {
         note_change(loop, peer, false); /* else the guard finds that it is gone */
         close(peer->connection.fd);
     }
@@ -388,10 +388,10 @@ static void leave(struct loop *loop, struct peer *peer)
 
 void loop_forget(struct loop *loop)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     leave(loop, loop->peer);
     loop->peer = NULL;
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 /* Gives up a peer whose socket has broken. */
@@ -402,35 +402,35 @@ static void give_up(struct peer *peer)
 }
 
 /* Closes a connection over which another one was to go on. */
-static void turn_away(struct peer *fresh)
+static void reject(struct peer *successor)
 {
-    if (fresh == NULL || fresh->ended)
+    if (successor == NULL || successor->ended)
         return;
-    connection_refuse(&fresh->connection);
-    enqueue(fresh);
+    connection_refuse(&successor->connection);
+    enqueue(successor);
 }
 
 /* Has a peer go on over the socket of a fresh one, which ends. If that has broken meanwhile there may
  * be another one. */
-static void go_on(struct loop *loop, struct peer *peer)
+static void resume(struct loop *loop, struct peer *peer)
 {
-    struct peer *fresh = map_get(&loop->peers, peer->fresh);
-    peer->fresh = 0;
-    if (fresh == NULL || fresh->ended)
+    struct peer *successor = map_get(&loop->peers, peer->successor);
+    peer->successor = 0;
+    if (successor == NULL || successor->ended)
         return;
     struct connection *connection = &peer->connection;
-    bool can = connection_can_go_on(connection, peer->peer_read);
+    bool can = connection_can_resume(connection, peer->peer_read);
     struct header answer = loop->resumed;
     answer.offset = connection->bytes_read;
-    if (can && connection_send(&fresh->connection, &answer, NULL, 0, NULL, NO_SEQUENCE))
-        connection_flush(&fresh->connection);
-    if (can && !connection_is_between(&fresh->connection)) {
-        turn_away(fresh);
+    if (can && connection_send(&successor->connection, &answer, NULL, 0, NULL, NO_SEQUENCE))
+        connection_flush(&successor->connection);
+    if (can && !connection_is_between(&successor->connection)) {
+        reject(successor);
         return;
     }
     epoll_ctl(peer->group->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
-    can = can && connection_splice(connection, &fresh->connection, peer->peer_read);
-    turn_away(fresh); /* the other one has its socket now */
+    can = can && connection_resume(connection, &successor->connection, peer->peer_read);
+    reject(successor); /* the other one has its socket now */
     if (can) {
         loop->suspended -= peer->until_ns != 0;
         peer->until_ns = 0;
@@ -443,63 +443,63 @@ static void go_on(struct loop *loop, struct peer *peer)
     }
 }
 
-void loop_splice(struct loop *loop, uint64_t key, uint64_t fresh, uint64_t peer_read,
-                 const struct header *header)
+void loop_resume_over(struct loop *loop, uint64_t key, uint64_t successor, uint64_t peer_read,
+                      const struct header *header)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct peer *peer = map_get(&loop->peers, key);
     loop->resumed = *header;
     if (peer == NULL || peer->ended) {
-        turn_away(map_get(&loop->peers, fresh));
+        reject(map_get(&loop->peers, successor));
     } else {
-        turn_away(map_get(&loop->peers, peer->fresh)); /* an earlier one, if there is one */
-        peer->fresh = fresh;
+        reject(map_get(&loop->peers, peer->successor)); /* an earlier one, if there is one */
+        peer->successor = successor;
         peer->peer_read = peer_read;
         if (peer->connection.state == SUSPENDED)
-            go_on(loop, peer);
+            resume(loop, peer);
         else
             connection_look(&peer->connection); /* at what came, and perhaps that it has broken */
         enqueue(peer);
     }
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
-void loop_keep(struct loop *loop, uint64_t key, uint64_t resume_ns)
+void loop_make_resumable(struct loop *loop, uint64_t key, uint64_t resume_ns)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct peer *peer = map_get(&loop->peers, key);
     if (peer != NULL) {
         peer->resume_ns = resume_ns;
-        connection_keep(&peer->connection);
+        connection_make_resumable(&peer->connection);
     }
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 bool loop_is_suspended(struct loop *loop, uint64_t key)
 {
-    pulse_hold(&loop->pulse); /* loop_meet of another thread may put a peer beside it */
+    heartbeat_lock(&loop->heartbeat); /* loop_connect_inproc may put a peer beside it meanwhile */
     const struct peer *peer = map_get(&loop->peers, key);
     bool suspended = peer != NULL && peer->connection.state == SUSPENDED;
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return suspended;
 }
 
 int loop_socket(struct loop *loop, uint64_t key)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     const struct peer *peer = map_get(&loop->peers, key);
-    int fd = peer == NULL || peer->connection.pair != NULL ? -1 : peer->connection.fd;
-    pulse_release(&loop->pulse);
+    int fd = peer == NULL || peer->connection.channel != NULL ? -1 : peer->connection.fd;
+    heartbeat_unlock(&loop->heartbeat);
     return fd;
 }
 
 void loop_give_up(struct loop *loop, uint64_t key)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct peer *peer = map_get(&loop->peers, key);
     if (peer != NULL && peer->connection.state == SUSPENDED)
         give_up(peer);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 /* Frees peers that events of the latest look may have spoken of. */
@@ -522,7 +522,7 @@ static void expire(struct loop *loop, uint64_t now)
     for (struct peer *peer = joined; peer != NULL; peer = peer->after)
         if (peer->connection.state == SUSPENDED && now >= peer->until_ns)
             give_up(peer);
-    for (struct peer *peer = loop->strangers.oldest; peer != NULL; peer = peer->after) {
+    for (struct peer *peer = loop->unjoined.oldest; peer != NULL; peer = peer->after) {
         if (now - peer->since_ns < loop->handshake_ns)
             return;
         if (peer->connection.state >= OPEN)
@@ -535,49 +535,49 @@ static void expire(struct loop *loop, uint64_t now)
 
 /* Sends the heartbeats that are due, a few at a time: who waits for the lock has data to move.
  * Returns when the next are due. */
-static uint64_t beat_some(void *argument, uint64_t now)
+static uint64_t send_some_heartbeats(void *argument, uint64_t now)
 {
     struct loop *loop = argument;
-    if (now < loop->beat_ns)
-        return loop->beat_ns;
-    size_t count = loop->peers.count, some = count < BEATS_PER_HOLD ? count : BEATS_PER_HOLD;
-    for (size_t beats = 0; beats < some; beats++) {
-        struct peer *peer = loop->to_beat;
+    if (now < loop->heartbeat_due_ns)
+        return loop->heartbeat_due_ns;
+    size_t count = loop->peers.count, some = count < HEARTBEATS_PER_LOCK ? count : HEARTBEATS_PER_LOCK;
+    for (size_t sent = 0; sent < some; sent++) {
+        struct peer *peer = loop->next_heartbeat;
         if (peer == NULL)
-            peer = loop->joined.oldest != NULL ? loop->joined.oldest : loop->strangers.oldest;
+            peer = loop->joined.oldest != NULL ? loop->joined.oldest : loop->unjoined.oldest;
         if (!peer->ended)
-            connection_beat(&peer->connection);
-        loop->to_beat = following(loop, peer);
+            connection_send_heartbeat(&peer->connection);
+        loop->next_heartbeat = following(loop, peer);
     }
-    uint64_t pause_ns = count == 0 ? loop->beat_every_ns : loop->beat_every_ns * some / count;
-    loop->beat_ns += pause_ns;
-    if (loop->beat_ns + loop->beat_every_ns < now)
-        loop->beat_ns = now; /* what was missed has no use any more */
-    return loop->beat_ns;
+    uint64_t pause_ns = count == 0 ? loop->heartbeat_every_ns : loop->heartbeat_every_ns * some / count;
+    loop->heartbeat_due_ns += pause_ns;
+    if (loop->heartbeat_due_ns + loop->heartbeat_every_ns < now)
+        loop->heartbeat_due_ns = now; /* what was missed has no use any more */
+    return loop->heartbeat_due_ns;
 }
 
 static void close_polls(struct loop *loop)
 {
     if (loop->joined.epoll >= 0)
         close(loop->joined.epoll);
-    if (loop->strangers.epoll >= 0)
-        close(loop->strangers.epoll);
-    loop->joined.epoll = loop->strangers.epoll = -1;
+    if (loop->unjoined.epoll >= 0)
+        close(loop->unjoined.epoll);
+    loop->joined.epoll = loop->unjoined.epoll = -1;
 }
 
 bool loop_listen(struct loop *loop, int listener, uint64_t every_ns)
 {
     loop->joined.epoll = epoll_create1(EPOLL_CLOEXEC);
-    loop->strangers.epoll = epoll_create1(EPOLL_CLOEXEC);
+    loop->unjoined.epoll = epoll_create1(EPOLL_CLOEXEC);
     loop->listener = listener;
-    loop->beat_every_ns = every_ns / 2;
-    loop->beat_ns = now_ns() + loop->beat_every_ns;
+    loop->heartbeat_every_ns = every_ns / 2;
+    loop->heartbeat_due_ns = now_ns() + loop->heartbeat_every_ns;
     /* NULL is what lets peers come: a listener to strangers, and these to members. */
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
-    if (loop->joined.epoll >= 0 && loop->strangers.epoll >= 0 &&
-        epoll_ctl(loop->strangers.epoll, EPOLL_CTL_ADD, listener, &event) == 0 &&
-        epoll_ctl(loop->joined.epoll, EPOLL_CTL_ADD, loop->strangers.epoll, &event) == 0 &&
-        pulse_start(&loop->pulse, beat_some, loop))
+    if (loop->joined.epoll >= 0 && loop->unjoined.epoll >= 0 &&
+        epoll_ctl(loop->unjoined.epoll, EPOLL_CTL_ADD, listener, &event) == 0 &&
+        epoll_ctl(loop->joined.epoll, EPOLL_CTL_ADD, loop->unjoined.epoll, &event) == 0 &&
+        heartbeat_start(&loop->heartbeat, send_some_heartbeats, loop))
         return true;
     int error = errno;
     close_polls(loop);
@@ -611,28 +611,28 @@ static void linger(struct loop *loop, long timeout_ms)
 {
     uint64_t until = now_ns() + (uint64_t)timeout_ms * 1000 * 1000;
     for (bool unsent = true; unsent && now_ns() < until;) {
-        unsent = drain_group(&loop->joined) | drain_group(&loop->strangers);
+        unsent = drain_group(&loop->joined) | drain_group(&loop->unjoined);
         if (unsent) {
             note_writable(&loop->joined, LINGER_LOOK_MS);
-            note_writable(&loop->strangers, 0); /* whose news would end each wait for members' */
+            note_writable(&loop->unjoined, 0); /* whose news would end each wait for members' */
         }
     }
 }
 
 void loop_end(struct loop *loop, long linger_ms)
 {
-    if (pulse_stop(&loop->pulse)) {
-        epoll_ctl(loop->strangers.epoll, EPOLL_CTL_DEL, loop->listener, NULL);
+    if (heartbeat_stop(&loop->heartbeat)) {
+        epoll_ctl(loop->unjoined.epoll, EPOLL_CTL_DEL, loop->listener, NULL);
         linger(loop, linger_ms);
         while (loop->joined.oldest != NULL)
             leave(loop, loop->joined.oldest);
-        while (loop->strangers.oldest != NULL)
-            leave(loop, loop->strangers.oldest);
+        while (loop->unjoined.oldest != NULL)
+            leave(loop, loop->unjoined.oldest);
         free_forgotten(loop);
         close_polls(loop);
         loop->peer = NULL;
     }
-    if (loop->pulse.runs)
+    if (loop->heartbeat.runs)
         return; /* this is a child of a fork, and all of it the parent's */
     map_free(&loop->peers);
     map_free(&loop->members);
@@ -660,21 +660,21 @@ void loop_release_memory(struct loop *loop)
 
 void loop_next(struct loop *loop)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     connection_next(&loop->peer->connection);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 void loop_admit(struct loop *loop, bool admitted)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     connection_admit(&loop->peer->connection, admitted);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 bool loop_load(struct loop *loop, uint64_t key, struct load *load)
 {
-    pulse_hold(&loop->pulse); /* a beat changes both ends of a difference */
+    heartbeat_lock(&loop->heartbeat); /* a heartbeat changes both ends of a difference */
     const struct peer *peer = map_get(&loop->peers, key);
     bool here = peer != NULL && !peer->ended;
     if (here) {
@@ -685,20 +685,20 @@ bool loop_load(struct loop *loop, uint64_t key, struct load *load)
         load->unread = connection_partial(connection);
         load->unsent = connection_unsent(connection);
     }
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return here;
 }
 
 bool loop_hang_up(struct loop *loop, uint64_t key)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct peer *peer = map_get(&loop->peers, key);
     bool here = peer != NULL && !peer->ended;
     if (here) {
         connection_refuse(&peer->connection);
         enqueue(peer);
     }
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return here;
 }
 
@@ -718,37 +718,38 @@ static void join(struct loop *loop, struct peer *peer)
         give_up(peer);
 }
 
-void loop_trust(struct loop *loop, uint64_t key)
+void loop_mark_joined(struct loop *loop, uint64_t key)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct peer *peer = map_get(&loop->peers, key);
     if (peer != NULL)
         join(loop, peer);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
-void loop_tie(struct loop *loop, uint64_t key, uint64_t stream)
+void loop_attach_stream(struct loop *loop, uint64_t key, uint64_t stream)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct peer *peer = map_get(&loop->peers, key), *other = map_get(&loop->peers, stream);
-    if (peer != NULL && other != NULL && other->beside == other && !peer->ended && !other->ended) {
-        other->beside = peer->beside;
-        peer->beside = other;
+    if (peer != NULL && other != NULL && other->next_stream == other && !peer->ended && !other->ended) {
+        other->next_stream = peer->next_stream;
+        peer->next_stream = other;
         other->further = true;
         loop->further++;
         join(loop, other);
         other->resume_ns = peer->resume_ns;
         if (peer->connection.bond == RESUMABLE)
-            connection_keep(&other->connection);
+            connection_make_resumable(&other->connection);
     }
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 /* Has further streams end as the first one of their link has. Not the other way round: a GOODBYE may
  * be on its way there. */
-static void end_beside(struct peer *peer)
+static void end_streams(struct peer *peer)
 {
-    for (struct peer *other = peer->beside; other != peer && !peer->further; other = other->beside) {
+    for (struct peer *other = peer->next_stream; other != peer && !peer->further;
+         other = other->next_stream) {
         connection_refuse(&other->connection);
         enqueue(other);
     }
@@ -782,11 +783,11 @@ static enum verdict take(struct loop *loop, struct peer *peer)
 static enum loop_event end(struct loop *loop, struct peer *peer)
 {
     peer->ended = true;
-    if (!peer->heard && (loop->keys == NULL || peer->connection.zmtp.ready)) {
+    if (!peer->announced && (loop->keys == NULL || peer->connection.zmtp.ready)) {
         leave(loop, peer);
         return LOOP_TIMEOUT;
     }
-    end_beside(peer);
+    end_streams(peer);
     return LOOP_ENDED;
 }
 
@@ -800,9 +801,9 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
             connection_flush(connection);
         if (event == CONNECTION_IDLE) {
             connection_await_rest(connection);
-            if (peer->fresh != 0)
-                go_on(loop, peer);
-            if (connection->readable) /* the other end of a pair had queued as much already */
+            if (peer->successor != 0)
+                resume(loop, peer);
+            if (connection->readable) /* the other end of a channel had queued as much already */
                 enqueue(peer);
             return LOOP_TIMEOUT;
         }
@@ -811,8 +812,8 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         if (event == CONNECTION_SUSPENDED) {
             peer->until_ns = now_ns() + peer->resume_ns;
             loop->suspended++;
-            if (peer->fresh != 0)
-                go_on(loop, peer);
+            if (peer->successor != 0)
+                resume(loop, peer);
             return LOOP_TIMEOUT;
         }
         loop->peer = peer;
@@ -821,7 +822,7 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
         if (event == CONNECTION_READY)
             continue;
         if (event == CONNECTION_MESSAGE && connection->readable == INPUT_TO_END &&
-            peer->group == &loop->strangers) {
+            peer->group == &loop->unjoined) {
             connection_next(connection); /* nobody is there to hear the answer */
             continue;
         }
@@ -833,14 +834,14 @@ static enum loop_event serve(struct loop *loop, struct peer *peer)
             return LOOP_OUT_OF_MEMORY;
         if (event == CONNECTION_ADMIT)
             return LOOP_ADMIT;
-        peer->heard = true;
+        peer->announced = true;
         return LOOP_MESSAGE;
     }
     enqueue(peer);
     return LOOP_TIMEOUT;
 }
 
-/* Waits until sockets of a group have news, and takes note of `most` at most. `knocks`: NULL was
+/* Waits until sockets of a group have news, and records `most` at most. `knocks`: NULL was
  * among them. */
 static enum loop_event look(struct loop *loop, struct group *group, int most, int timeout_ms,
                             bool *knocks)
@@ -849,7 +850,7 @@ static enum loop_event look(struct loop *loop, struct group *group, int most, in
     int found = epoll_wait(group->epoll, events, most, timeout_ms);
     int error = errno;
     if (timeout_ms > 0)
-        pulse_hold(&loop->pulse);
+        heartbeat_lock(&loop->heartbeat);
     *knocks = false;
     if (found < 0 && error != EINTR) {
         loop->error = error;
@@ -871,13 +872,13 @@ static enum loop_event look(struct loop *loop, struct group *group, int most, in
 /* Waits until a socket has news: those of all members, and then those of a few strangers. */
 static enum loop_event wait(struct loop *loop, int timeout_ms)
 {
-    bool strangers, knocks = false;
+    bool unjoined, knocks = false;
     free_forgotten(loop);
     if (timeout_ms > 0)
-        pulse_release(&loop->pulse);
-    enum loop_event event = look(loop, &loop->joined, EVENTS, timeout_ms, &strangers);
-    if (event == LOOP_TIMEOUT && strangers)
-        event = look(loop, &loop->strangers, STRANGERS_PER_LOOK, 0, &knocks);
+        heartbeat_unlock(&loop->heartbeat);
+    enum loop_event event = look(loop, &loop->joined, EVENTS, timeout_ms, &unjoined);
+    if (event == LOOP_TIMEOUT && unjoined)
+        event = look(loop, &loop->unjoined, UNJOINED_PER_LOOK, 0, &knocks);
     if (knocks)
         accept_some(loop);
     return event;
@@ -907,8 +908,8 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
             return LOOP_UNREACHABLE;
         uint64_t now = now_ns();
         expire(loop, now);
-        beat_some(loop, now);
-        bool strange = loop->strangers.first != NULL, rests = loop->joined.first == NULL && !strange;
+        send_some_heartbeats(loop, now);
+        bool strange = loop->unjoined.first != NULL, rests = loop->joined.first == NULL && !strange;
         if (rests || strange || now - polled >= LOOK_NS) {
             long left_ms = rests && until > now ? (long)((until - now + 999999) / 1000000) : 0;
             if (loop->accept_again_ns != 0 && now >= loop->accept_again_ns)
@@ -917,14 +918,14 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
             if (event != LOOP_TIMEOUT)
                 return event;
             polled = now_ns();
-            if (polled >= until && loop->joined.first == NULL && loop->strangers.first == NULL)
+            if (polled >= until && loop->joined.first == NULL && loop->unjoined.first == NULL)
                 return LOOP_TIMEOUT;
         }
         if (polled >= until && now >= until)
             return LOOP_TIMEOUT;
         enum loop_event event = serve_some(loop, &loop->joined, MESSAGES_PER_LOOK, polled);
         if (event == LOOP_TIMEOUT)
-            event = serve_some(loop, &loop->strangers, STRANGERS_PER_LOOK, now_ns());
+            event = serve_some(loop, &loop->unjoined, UNJOINED_PER_LOOK, now_ns());
         if (event != LOOP_TIMEOUT)
             return event;
     }
@@ -932,8 +933,8 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
 
 enum loop_event loop_run(struct loop *loop, long timeout_ms)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     enum loop_event event = run(loop, timeout_ms);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return event;
 }

@@ -10,9 +10,9 @@
 #include "reducer/engine/slots.h"
 #include "reducer/kernels/fold.h"
 #include "reducer/zmtp/connection.h"
-#include "reducer/zmtp/pulse.h"
+#include "reducer/zmtp/heartbeat.h"
 
-enum { STRANGER_BYTES = 16 << 10 }; /* the largest payload of a peer that has not been welcomed */
+enum { UNJOINED_BYTES = 16 << 10 }; /* the largest payload of a peer that has not been welcomed */
 
 enum loop_event {
     LOOP_TIMEOUT,
@@ -38,16 +38,16 @@ struct peer {
     uint64_t since_ns;          /* when it was accepted */
     struct group *group;
     struct peer *before, *after; /* in it, the oldest first */
-    struct peer *beside;        /* another stream of the same link, around */
+    struct peer *next_stream;   /* another stream of the same link, around */
     struct peer *picked;        /* of these, the latest that a result was sent over */
-    bool further;               /* it is not the first of them */
+    bool further;               /* it is not the link's first connection */
     struct peer *previous, *next; /* in the list of those to receive from; `next`: or to free */
     bool waits;                 /* it is in that list */
-    bool heard;                 /* the engine knows of it, and is to hear when it has ended */
+    bool announced;             /* the engine knows of it, and is to hear when it has ended */
     bool ended;                 /* it has, and is to be forgotten */
     uint64_t resume_ns;         /* for so long it may be suspended */
     uint64_t until_ns;          /* it is: until then, or given up; 0: it is not */
-    uint64_t fresh;             /* key of the peer whose socket it is to have; 0: there is none */
+    uint64_t successor;         /* key of the peer whose socket it is to have; 0: there is none */
     uint64_t peer_read;         /* bytes that the worker has read of what it was sent */
     struct connection connection;
 };
@@ -67,7 +67,7 @@ struct load {
 
 struct loop {
     int listener;
-    struct group joined, strangers; /* peers are strangers until they are trusted, or tied */
+    struct group joined, unjoined; /* peers are unjoined until they are marked or attached */
     const struct fold_table *kernels;
     struct map members; /* by peer key: those of jobs where every rank is here */
     struct map rounds;  /* of the same members */
@@ -82,8 +82,8 @@ struct loop {
     size_t change_count, change_room;
     const struct curve_keys *keys; /* the reducer's, if peers must have some */
     uint64_t max_frame_bytes, handshake_ns;
-    struct peer *to_beat; /* whose heartbeat is next; NULL: that of the oldest */
-    uint64_t beat_every_ns, beat_ns; /* time for all of them, and when the next ones are due */
+    struct peer *next_heartbeat; /* whose heartbeat is next; NULL: that of the oldest */
+    uint64_t heartbeat_every_ns, heartbeat_due_ns; /* for all, and when the next are due */
     uint64_t expired_ns; /* when handshakes that take too long were looked for */
     uint64_t *lost;      /* peer keys: a member may be gone before anybody looks */
     size_t lost_count, lost_room;
@@ -94,15 +94,15 @@ struct loop {
     uint64_t crowded_out; /* strangers that had to make way for others */
     int error;
     struct block_pool pool; /* of payloads */
-    struct pulse pulse; /* held while connections are used, but not while the loop waits */
+    struct heartbeat_timer heartbeat; /* held while connections are used, but not while the loop waits */
     struct header resumed; /* what a worker is told whose connection goes on, but for the bytes */
 };
 
 /* Begins to accept connections. False, with errno: out of files or threads. */
 bool loop_listen(struct loop *loop, int listener, uint64_t every_ns);
-/* Makes a peer of a worker of this process, without a socket. Returns the pair whose other end is the
+/* Makes a peer of a worker of this process, without a socket. Returns the channel whose other end is the
  * worker's; NULL, with errno. Any thread may call this, but not at the same time as loop_end. */
-struct pair *loop_meet(struct loop *loop);
+struct channel *loop_connect_inproc(struct loop *loop);
 /* Gives what has yet to be sent so much time, then ends all connections. May be called again. */
 void loop_end(struct loop *loop, long linger_ms);
 
@@ -113,12 +113,12 @@ void loop_next(struct loop *loop);
 /* The answer to LOOP_ADMIT. */
 void loop_admit(struct loop *loop, bool admitted);
 /* Lets a peer send payloads of any size that the reducer takes: it is welcome. */
-void loop_trust(struct loop *loop, uint64_t peer);
+void loop_mark_joined(struct loop *loop, uint64_t peer);
 /* Has results for a peer also go over the connection of another one, which is welcome as well; when
  * the first one ends, the other does. */
-void loop_tie(struct loop *loop, uint64_t peer, uint64_t stream);
+void loop_attach_stream(struct loop *loop, uint64_t peer, uint64_t stream);
 /* Keeps a peer, and its further streams, for so long when its socket breaks. */
-void loop_keep(struct loop *loop, uint64_t peer, uint64_t resume_ns);
+void loop_make_resumable(struct loop *loop, uint64_t peer, uint64_t resume_ns);
 /* Whether a kept peer waits for another socket. */
 bool loop_is_suspended(struct loop *loop, uint64_t peer);
 /* The number of a peer's socket; -1: it has none. */
@@ -126,8 +126,8 @@ int loop_socket(struct loop *loop, uint64_t peer);
 /* Has a kept peer go on over the socket of another one, which ends, as soon as all is read that came
  * before its own broke. The worker has read `peer_read` bytes; it is told how many were read of its own,
  * with `header`. If that is not possible, both end. */
-void loop_splice(struct loop *loop, uint64_t peer, uint64_t fresh, uint64_t peer_read,
-                 const struct header *header);
+void loop_resume_over(struct loop *loop, uint64_t peer, uint64_t successor, uint64_t peer_read,
+                      const struct header *header);
 /* Has a peer end if it is suspended: it will not be back. */
 void loop_give_up(struct loop *loop, uint64_t peer);
 /* Drops the connection that LOOP_ENDED has told of. */

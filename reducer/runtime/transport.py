@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer import tcp_connections
-from reducer.clock import SPARE_ROUND_TRIPS, Silence
+from reducer.clock import SPARE_ROUND_TRIPS, IdleTime
 from reducer.errors import ConfigError
 from reducer.runtime import _loop
 from reducer.wire.constants import (
     HEADER_BYTES,
-    LONGEST_PATIENCE_MS,
+    LONGEST_PEER_TIMEOUT_MS,
     MAX_CHUNK_BYTES,
     REDUCER_HEARTBEAT_MS,
     RESUME_S,
-    SHORTEST_PATIENCE_MS,
+    SHORTEST_PEER_TIMEOUT_MS,
 )
 from reducer.zmtp import z85
 
@@ -44,14 +44,14 @@ class Load(NamedTuple):
         read: bytes that have come since it was made.
         unread: of these, bytes of a message that has begun.
         unsent: bytes that were given to it, and that the kernel has not taken.
-        silent_s: for how long nothing has come, or no more of a message that has begun.
+        idle_s: for how long nothing has come, or no more of a message that has begun.
         round_trip_s: the connection's shortest, while it is silent; 0 if that is not known.
     """
 
     read: int
     unread: int
     unsent: int
-    silent_s: float
+    idle_s: float
     round_trip_s: float = 0.0
 
 
@@ -62,13 +62,13 @@ class Line:
     Attributes:
         descriptor: of its socket.
         number: of it.
-        silence: its peer's.
+        idle_time: its peer's.
     """
 
     descriptor: int
     sockets: _loop.Sockets
     number: int
-    silence: Silence
+    idle_time: IdleTime
 
     def load(self, now: float) -> Load | None:
         """Return its load; None if it is gone.
@@ -80,11 +80,11 @@ class Line:
         if found is None:
             return None
         read, unread, unsent, waits = found
-        silent_s = self.silence.listen(read, now, partial=unread >= PARTIAL_BYTES)
-        if waits or silent_s < SHORTEST_PATIENCE_MS / 1000:
-            return Load(read, unread, unsent, 0.0 if waits else silent_s)
+        idle_s = self.idle_time.listen(read, now, partial=unread >= PARTIAL_BYTES)
+        if waits or idle_s < SHORTEST_PEER_TIMEOUT_MS / 1000:
+            return Load(read, unread, unsent, 0.0 if waits else idle_s)
         far_s = tcp_connections.shortest_round_trip_s(self.descriptor)
-        return Load(read, unread, unsent, silent_s, far_s)
+        return Load(read, unread, unsent, idle_s, far_s)
 
     @property
     def name(self) -> tuple[object, ...]:
@@ -175,7 +175,7 @@ class Transport:
             return self.sockets.meet()
 
     def limit(self, max_connections: int, max_open: int) -> None:
-        """Accept no more connections than these; see `Patience`."""
+        """Accept no more connections than these; see `ConnectionLimits`."""
         self.sockets.limit(max_connections, max_open)
 
     def send(self, peer: bytes, header: bytes, payload: Buffer | np.ndarray | None) -> bool:
@@ -210,11 +210,11 @@ class Transport:
                 changes.append((number, None))
             else:
                 self._open.add(number)
-                changes.append((number, Line(descriptor, self.sockets, number, Silence(now))))
+                changes.append((number, Line(descriptor, self.sockets, number, IdleTime(now))))
         return changes
 
     def refuse(self, why: str) -> None:
-        """Take note of a connection that has ended in its handshake."""
+        """Record a connection that has ended in its handshake."""
         if self._keyring is not None:
             self._refused.append(why)
 
@@ -232,7 +232,7 @@ class Transport:
     def resume_s(descriptor: int) -> float:
         """Return for how long a member may go on with a connection that has broken, seconds."""
         far_s = tcp_connections.shortest_round_trip_s(descriptor)
-        return min(RESUME_S + SPARE_ROUND_TRIPS * far_s, LONGEST_PATIENCE_MS / 1000)
+        return min(RESUME_S + SPARE_ROUND_TRIPS * far_s, LONGEST_PEER_TIMEOUT_MS / 1000)
 
     @staticmethod
     def text(key: bytes) -> str:

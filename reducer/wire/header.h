@@ -28,7 +28,7 @@ enum {
     DTYPE_LAST = 10,
     OP_MEAN = 2,
     OP_LAST = 5,
-    MIN_CHARGE = 1024,
+    MIN_COST = 1024,
     PLACES = 128,
     MAX_ROUNDS_AHEAD = PLACES << 14,
     SPARE_CHUNKS = 4
@@ -54,7 +54,7 @@ struct header {
     uint8_t dtype;
     uint8_t op;
     uint8_t wire_dtype;
-    uint8_t set_aside;
+    uint8_t reserved;
     uint32_t since;
     uint64_t tag;
     uint64_t window;
@@ -77,10 +77,10 @@ static inline bool dtype_defines(uint8_t dtype, uint8_t op)
     return op != OP_MEAN || dtype <= DTYPE_BFLOAT16;
 }
 
-/* What a contribution of `nbytes` takes of a window (layout.py, `charge`). */
-static inline uint64_t window_charge(uint64_t nbytes)
+/* What a contribution of `nbytes` takes of a window (layout.py, `cost`). */
+static inline uint64_t window_cost(uint64_t nbytes)
 {
-    return nbytes < MIN_CHARGE ? MIN_CHARGE : nbytes;
+    return nbytes < MIN_COST ? MIN_COST : nbytes;
 }
 
 /* Reads a header of this version without flags; false if the frame is anything else. */

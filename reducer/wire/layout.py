@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.wire.constants import MIN_CHARGE, PLACES, SHARD_ALIGNMENT
+from reducer.wire.constants import MIN_COST, PLACES, SHARD_ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,6 +131,6 @@ def _power_of_two(value: float) -> int:
     return 1 << (int(value).bit_length() - 1) if value >= 1 else 1
 
 
-def charge(nbytes: int) -> int:
+def cost(nbytes: int) -> int:
     """Return what a contribution of `nbytes` takes of a window while it is in flight, in bytes."""
-    return max(nbytes, MIN_CHARGE)
+    return max(nbytes, MIN_COST)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from reducer import errors
 from reducer.errors import ReductionError, RemoteProtocolError
 from reducer.wire.constants import (
-    LONGEST_PATIENCE_MS,
+    LONGEST_PEER_TIMEOUT_MS,
     MAX_BODY_BYTES,
     MAX_CHUNK_BYTES,
     MAX_JOB_NAME_BYTES,
@@ -24,10 +24,10 @@ from reducer.wire.constants import (
     MAX_WORLD_SIZE,
     NO_SEQUENCE,
     NONCE_DIGITS,
-    PATIENCE_MS,
+    PEER_TIMEOUT_MS,
     PROOF_DIGITS,
     SHARD_ALIGNMENT,
-    SHORTEST_PATIENCE_MS,
+    SHORTEST_PEER_TIMEOUT_MS,
     VERSION_MAJOR,
     ErrorCode,
 )
@@ -125,7 +125,7 @@ class Hello:
     settings: dict[str, str] = field(default_factory=dict)
     run: _Text = ""
     process: _Text = ""
-    patience_ms: Annotated[int, SHORTEST_PATIENCE_MS, LONGEST_PATIENCE_MS] = PATIENCE_MS
+    patience_ms: Annotated[int, SHORTEST_PEER_TIMEOUT_MS, LONGEST_PEER_TIMEOUT_MS] = PEER_TIMEOUT_MS
     host_name: _Text = ""
     auth: Annotated[str, {0, NONCE_DIGITS, NONCE_DIGITS + PROOF_DIGITS}] = ""
     version: Annotated[str, 3, 16] = VERSION

@@ -20,7 +20,7 @@ class Role(Enum):
 class LinkState(Enum):
     """State of a worker's connection to a reducer."""
 
-    STRANGER = "STRANGER"
+    NOT_JOINED = "NOT_JOINED"
     JOINING = "JOINING"
     MEMBER = "MEMBER"
     DRAINING = "DRAINING"
@@ -34,12 +34,12 @@ _WORKERS = (M.CONTRIBUTION, M.ABORT, M.RETAINED, M.SHARD_MAP, M.STRAGGLERS, M.CR
 _REDUCERS = (M.RESULT, M.ERROR, M.PING, M.RETAINED, M.SHARD_MAP, M.STRAGGLERS, M.CREDIT)
 
 
-def _stay(state: LinkState, *messages: M) -> dict[M, LinkState]:
+def _unchanged_by(state: LinkState, *messages: M) -> dict[M, LinkState]:
     return dict.fromkeys(messages, state)
 
 
 TRANSITIONS: dict[LinkState, dict[Role, dict[M, LinkState]]] = {
-    _S.STRANGER: {
+    _S.NOT_JOINED: {
         Role.WORKER: {M.HELLO: _S.JOINING},
         Role.REDUCER: {},
     },
@@ -47,21 +47,21 @@ TRANSITIONS: dict[LinkState, dict[Role, dict[M, LinkState]]] = {
         Role.WORKER: {},
         Role.REDUCER: {
             M.WELCOME: _S.MEMBER,
-            M.CHALLENGE: _S.STRANGER,
-            M.ERROR: _S.STRANGER,
+            M.CHALLENGE: _S.NOT_JOINED,
+            M.ERROR: _S.NOT_JOINED,
         },
     },
     _S.MEMBER: {
-        Role.WORKER: {**_stay(_S.MEMBER, *_WORKERS), M.GOODBYE: _S.LEFT},
-        Role.REDUCER: {**_stay(_S.MEMBER, *_REDUCERS), M.GOODBYE: _S.DRAINING},
+        Role.WORKER: {**_unchanged_by(_S.MEMBER, *_WORKERS), M.GOODBYE: _S.LEFT},
+        Role.REDUCER: {**_unchanged_by(_S.MEMBER, *_REDUCERS), M.GOODBYE: _S.DRAINING},
     },
     _S.DRAINING: {
-        Role.WORKER: {**_stay(_S.DRAINING, *_WORKERS), M.GOODBYE: _S.LEFT},
-        Role.REDUCER: _stay(_S.DRAINING, *_REDUCERS),
+        Role.WORKER: {**_unchanged_by(_S.DRAINING, *_WORKERS), M.GOODBYE: _S.LEFT},
+        Role.REDUCER: _unchanged_by(_S.DRAINING, *_REDUCERS),
     },
     _S.LEFT: {
         Role.WORKER: {},
-        Role.REDUCER: _stay(_S.LEFT, *_REDUCERS, M.GOODBYE),
+        Role.REDUCER: _unchanged_by(_S.LEFT, *_REDUCERS, M.GOODBYE),
     },
 }
 

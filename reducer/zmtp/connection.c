@@ -121,9 +121,9 @@ void connection_hand_over(struct connection *connection)
     connection->message.foreign = false;
 }
 
-void connection_join(struct connection *connection, struct pair *pair, unsigned side)
+void connection_attach(struct connection *connection, struct channel *channel, unsigned side)
 {
-    connection->pair = pair;
+    connection->channel = channel;
     connection->side = side;
     connection->writable = true;
     occur(connection, CONNECTED);
@@ -148,8 +148,8 @@ void connection_free(struct connection *connection)
 {
     if (connection->queue == NULL)
         return;
-    if (connection->pair != NULL)
-        pair_leave(connection->pair, connection->side);
+    if (connection->channel != NULL)
+        channel_close(connection->channel, connection->side);
     connection_next(connection);
     while (connection->count > 0)
         drop_first(connection);
@@ -183,11 +183,11 @@ static void count_sent(struct connection *connection, size_t nbytes)
     pass_whole(connection);
 }
 
-/* Has nobody else read from the queue, of which the other end of a pair may have read some. */
+/* Has nobody else read from the queue, of which the other end of a channel may have read some. */
 static void withdraw(struct connection *connection)
 {
-    if (connection->pair != NULL)
-        count_sent(connection, pair_withdraw(connection->pair, connection->side));
+    if (connection->channel != NULL)
+        count_sent(connection, channel_withdraw(connection->channel, connection->side));
 }
 
 static struct outgoing *append(struct connection *connection)
@@ -387,17 +387,17 @@ static int gather_all(const struct connection *connection, struct iovec *places,
     return count;
 }
 
-/* Gives the kernel what it takes of the first messages, or offers them to the other end of a pair.
+/* Gives the kernel what it takes of the first messages, or offers them to the other end of a channel.
  * Returns whether more may be taken at once; sets errno to 0 unless nothing will be any more. */
 static bool push(struct connection *connection)
 {
-    struct iovec places[PAIR_PARTS];
-    int most = connection->pair == NULL ? 2 * GATHERED : PAIR_PARTS;
+    struct iovec places[CHANNEL_PARTS];
+    int most = connection->channel == NULL ? 2 * GATHERED : CHANNEL_PARTS;
     withdraw(connection);
     int count = gather_all(connection, places, most);
-    if (connection->pair != NULL) {
+    if (connection->channel != NULL) {
         bool more = count >= most - 1;
-        errno = pair_offer(connection->pair, connection->side, places, count, more) ? 0 : EPIPE;
+        errno = channel_offer(connection->channel, connection->side, places, count, more) ? 0 : EPIPE;
         return false;
     }
     size_t asked = 0;
@@ -424,7 +424,7 @@ void connection_flush(struct connection *connection)
 {
     if (!can_send(connection))
         return;
-    drop_sent(connection); /* what a beat has sent */
+    drop_sent(connection); /* what a heartbeat has sent */
     if (connection->zmtp.reply_bytes > 0 && !send_reply(connection))
         connection_break(connection, ENOMEM);
     bool more = connection->writable;
@@ -438,14 +438,14 @@ void connection_flush(struct connection *connection)
     }
 }
 
-void connection_beat(struct connection *connection)
+void connection_send_heartbeat(struct connection *connection)
 {
     uint8_t bytes[64];
-    if (connection->state != OPEN || connection->bond == LENDING || connection->pair != NULL)
-        return; /* a pair has one process, and needs no sign of life */
-    bool heard = connection->bytes_written != connection->beaten;
-    connection->beaten = connection->bytes_written;
-    /* What beats have sent is in the queue until the next flush, which may be long after. */
+    if (connection->state != OPEN || connection->bond == LENDING || connection->channel != NULL)
+        return; /* a channel has one process, and needs no sign of life */
+    bool heard = connection->bytes_written != connection->written_at_heartbeat;
+    connection->written_at_heartbeat = connection->bytes_written;
+    /* What heartbeats have sent is in the queue until the next flush, which may be long after. */
     bool nothing_waits = connection_unsent(connection) == 0;
     if (heard && nothing_waits)
         return;
@@ -460,8 +460,8 @@ void connection_beat(struct connection *connection)
 
 static ssize_t read_some(struct connection *connection, struct iovec *places, int count)
 {
-    if (connection->pair != NULL)
-        return pair_read(connection->pair, connection->side, places, count);
+    if (connection->channel != NULL)
+        return channel_read(connection->channel, connection->side, places, count);
     return readv(connection->fd, places, count);
 }
 
@@ -470,8 +470,8 @@ bool connection_drain(struct connection *connection)
     unsigned char unread[4096];
     if (connection->state == SUSPENDED)
         return false;
-    if (connection->pair != NULL)
-        pair_await(connection->pair, !connection->side, 0); /* little is enough now */
+    if (connection->channel != NULL)
+        channel_await(connection->channel, !connection->side, 0); /* little is enough now */
     connection_flush(connection);
     for (int reads = 0; reads < UNREAD; reads++) {
         struct iovec place = {unread, sizeof unread};
@@ -484,9 +484,9 @@ bool connection_drain(struct connection *connection)
 
 /* -- another socket -------------------------------------------------------------------------- */
 
-void connection_keep(struct connection *connection)
+void connection_make_resumable(struct connection *connection)
 {
-    if (connection->pair == NULL && connection->state == OPEN)
+    if (connection->channel == NULL && connection->state == OPEN)
         connection->bond = RESUMABLE;
 }
 
@@ -495,7 +495,7 @@ void connection_lend(struct connection *connection)
     connection->bond = LENDING;
 }
 
-bool connection_can_go_on(const struct connection *connection, uint64_t from)
+bool connection_can_resume(const struct connection *connection, uint64_t from)
 {
     uint64_t dropped = connection->bytes_written - connection->sent;
     return connection->bond == RESUMABLE && connection->state < CLOSING &&
@@ -504,17 +504,17 @@ bool connection_can_go_on(const struct connection *connection, uint64_t from)
 
 bool connection_is_between(const struct connection *connection)
 {
-    return connection->state == OPEN && connection->zmtp.kept == 0 && !connection->in_frame &&
+    return connection->state == OPEN && connection->zmtp.buffered == 0 && !connection->in_frame &&
            connection->message.frames == 0 && connection->count == 0;
 }
 
-bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from)
+bool connection_resume(struct connection *connection, struct connection *successor, uint64_t from)
 {
-    if (!connection_is_between(fresh) || !connection_can_go_on(connection, from) ||
-        dup3(fresh->fd, connection->fd, O_CLOEXEC) < 0)
+    if (!connection_is_between(successor) || !connection_can_resume(connection, from) ||
+        dup3(successor->fd, connection->fd, O_CLOEXEC) < 0)
         return false;
-    size_t ahead = fresh->end - fresh->at;
-    memcpy(connection->in, fresh->in + fresh->at, ahead);
+    size_t ahead = successor->end - successor->at;
+    memcpy(connection->in, successor->in + successor->at, ahead);
     connection->at = 0;
     connection->end = ahead;
     connection->bytes_read += ahead;
@@ -522,12 +522,12 @@ bool connection_splice(struct connection *connection, struct connection *fresh, 
     connection->sent_part = connection->sent;
     connection->sent_whole = connection->ask_bytes = 0;
     pass_whole(connection);
-    connection->bytes_written = connection->beaten = from;
-    connection->readable = fresh->readable == INPUT_TO_END ? INPUT_TO_END : INPUT_SOME;
+    connection->bytes_written = connection->written_at_heartbeat = from;
+    connection->readable = successor->readable == INPUT_TO_END ? INPUT_TO_END : INPUT_SOME;
     connection->writable = true;
     connection->low_water = 0;
     occur(connection, RESUMED);
-    occur(fresh, ENDED);
+    occur(successor, ENDED);
     return true;
 }
 
@@ -573,7 +573,7 @@ bool connection_detach(struct connection *connection, uint64_t sequence)
     connection->ask_bytes = 0;
     drop_sent(connection);
     bool detached = detach_queued(connection, sequence);
-    if (connection->pair != NULL)
+    if (connection->channel != NULL)
         connection_flush(connection);
     return detached;
 }
@@ -817,9 +817,9 @@ void connection_await(struct connection *connection, size_t nbytes)
     if (connection->low_water == bytes)
         return;
     connection->low_water = bytes;
-    if (connection->pair == NULL)
+    if (connection->channel == NULL)
         setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
-    else if (pair_await(connection->pair, connection->side, (size_t)bytes))
+    else if (channel_await(connection->channel, connection->side, (size_t)bytes))
         connection_look(connection);
 }
 
@@ -827,7 +827,7 @@ void connection_await(struct connection *connection, size_t nbytes)
 static uint64_t unread(const struct connection *connection)
 {
     int nbytes = 0;
-    return ioctl(connection->fd, FIONREAD, &nbytes) < 0 ? 0 : (uint64_t)nbytes; /* a pair has none */
+    return ioctl(connection->fd, FIONREAD, &nbytes) < 0 ? 0 : (uint64_t)nbytes; /* a channel has none */
 }
 
 uint64_t connection_backlog(const struct connection *connection)

@@ -4,7 +4,7 @@
  * such messages from the caller's memory. The socket does not block; who owns the connection polls
  * it, and says when it may be read or written.
  *
- * Within a process there is a pair in place of the sockets; the bytes are the same.
+ * Within a process there is a channel in place of the sockets; the bytes are the same.
  *
  * A resumable connection outlives its socket: when that breaks, both ends go on over another one,
  * each from the byte that the other has read last.
@@ -15,7 +15,7 @@
 #define REDUCER_CONNECTION_H
 
 #include "block.h"
-#include "pair.h"
+#include "channel.h"
 #include "reducer/wire/header.h"
 #include "zmtp.h"
 
@@ -56,7 +56,7 @@ enum connection_event {
     CONNECTION_ADMIT,   /* a peer shows its key: connection_admit, then read on */
     CONNECTION_READY,   /* the handshake is done */
     CONNECTION_MESSAGE, /* `message` holds one, until connection_next */
-    CONNECTION_SUSPENDED, /* the socket of a resumable one has broken: connection_splice, or it must end */
+    CONNECTION_SUSPENDED, /* the socket of a resumable one has broken: connection_resume, or it must end */
     CONNECTION_ENDED    /* `error` and zmtp.fault say why; neither: the peer has closed it */
 };
 
@@ -81,9 +81,9 @@ struct outgoing {
 
 struct connection {
     int fd;
-    struct pair *pair;      /* NULL: fd is a socket */
-    unsigned side;          /* of the pair */
-    int error;              /* errno of a call that has failed, 0 if none has */
+    struct channel *channel; /* NULL: fd is a socket */
+    unsigned side;           /* of the channel */
+    int error;               /* errno of a call that has failed, 0 if none has */
     enum connection_state state;
     enum connection_state reached; /* the furthest of the first three states */
     enum connection_bond bond;
@@ -116,7 +116,7 @@ struct connection {
     size_t sent_whole, sent_part; /* so many whole ones, and bytes of the one behind them */
     size_t ask_bytes;          /* a resumable one asks what was acknowledged when so many were sent */
     uint64_t bytes_written, bytes_queued;
-    uint64_t beaten; /* of bytes_written: at the latest beat */
+    uint64_t written_at_heartbeat; /* of bytes_written: at the latest heartbeat */
 
     unsigned char in[CONNECTION_IN_BYTES];
     unsigned char small[CONNECTION_SMALL_BYTES];
@@ -127,9 +127,9 @@ struct connection {
 bool connection_init(struct connection *connection, int fd, bool server,
                      const struct curve_keys *keys, uint64_t max_frame_bytes,
                      struct block_pool *pool);
-/* Makes this connection an end of a pair, which it leaves in connection_free. It must have no keys, and
+/* Makes this connection an end of a channel, which it leaves in connection_free. It must have no keys, and
  * its socket must be `fd` of that end. */
-void connection_join(struct connection *connection, struct pair *pair, unsigned side);
+void connection_attach(struct connection *connection, struct channel *channel, unsigned side);
 void connection_free(struct connection *connection);
 /* Says where payloads go; see `place`. */
 void connection_place(struct connection *connection,
@@ -161,7 +161,7 @@ bool connection_send(struct connection *connection, const void *header, const vo
  * latest call: to be called twice in the time that may pass between two signs of life. Another thread
  * than that of the connection may call this, under one lock with it: blocks, and their pool, are left
  * alone. */
-void connection_beat(struct connection *connection);
+void connection_send_heartbeat(struct connection *connection);
 /* Sends what the kernel takes now. That it cannot any more is told when all that came is read. */
 void connection_flush(struct connection *connection);
 /* Has it end, for the reason that errno would give, when all that came is read. */
@@ -169,12 +169,12 @@ void connection_break(struct connection *connection, int error);
 /* Has it end at the next read: nothing more is heard from the peer. */
 void connection_refuse(struct connection *connection);
 
-/* Makes an open connection resumable. A pair, which cannot break, stays as it is. */
-void connection_keep(struct connection *connection);
+/* Makes an open connection resumable. A channel, which cannot break, stays as it is. */
+void connection_make_resumable(struct connection *connection);
 /* Says nothing more over the socket by itself: what is sent there after this is another connection's. */
 void connection_lend(struct connection *connection);
 /* Whether a resumable connection can go on where the peer has read `from` bytes. */
-bool connection_can_go_on(const struct connection *connection, uint64_t from);
+bool connection_can_resume(const struct connection *connection, uint64_t from);
 /* Whether a connection is between two messages, of which it has sent all: another one can have its
  * socket. */
 bool connection_is_between(const struct connection *connection);
@@ -182,7 +182,7 @@ bool connection_is_between(const struct connection *connection);
  * the caller frees it. The peer has read `from` bytes. The socket's number in this process is that of
  * the former one, and the caller has it polled anew. False, with nothing done: one of them cannot do
  * that. */
-bool connection_splice(struct connection *connection, struct connection *fresh, uint64_t from);
+bool connection_resume(struct connection *connection, struct connection *successor, uint64_t from);
 /* Bytes that are queued and with no kernel yet. */
 uint64_t connection_unsent(const struct connection *connection);
 
@@ -200,7 +200,7 @@ void connection_await(struct connection *connection, size_t nbytes);
 /* The same for the rest of a large payload that has come in part: nothing can be done with a part. */
 void connection_await_rest(struct connection *connection);
 /* Bytes that were queued, and that the peer's kernel has not acknowledged; UINT64_MAX if nothing is
- * sent before there is another socket. Not of a pair. */
+ * sent before there is another socket. Not of a channel. */
 uint64_t connection_backlog(const struct connection *connection);
 /* Bytes that have come, read or not. */
 uint64_t connection_came(const struct connection *connection);

@@ -48,7 +48,7 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         unsigned char *header
         block *payload
 
-    struct pair:
+    struct channel:
         pass
 
     enum connection_state:
@@ -60,7 +60,7 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         CLOSED
 
     struct connection:
-        pair *pair
+        channel *channel
         int error
         connection_state state, reached
         bint in_frame
@@ -68,4 +68,4 @@ cdef extern from "reducer/zmtp/connection.h" nogil:
         message message
         uint64_t bytes_read, bytes_written
 
-    void pair_leave(pair *pair, unsigned side) noexcept
+    void channel_close(channel *channel, unsigned side) noexcept

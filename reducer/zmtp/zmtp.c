@@ -50,7 +50,7 @@ static enum zmtp_event fail(struct zmtp *zmtp, enum zmtp_fault fault)
 {
     zmtp->state = HAS_FAILED;
     zmtp->fault = fault;
-    zmtp->kept = 0;
+    zmtp->buffered = 0;
     if (zmtp->curve != NULL)
         curve_end_handshake(zmtp->curve);
     return ZMTP_FAILED;
@@ -158,15 +158,15 @@ void zmtp_free(struct zmtp *zmtp)
 static bool collect(struct zmtp *zmtp, size_t wanted, const uint8_t **at, const uint8_t *end)
 {
     size_t there = (size_t)(end - *at);
-    size_t taken = zmtp->kept >= wanted ? 0 : wanted - zmtp->kept;
+    size_t taken = zmtp->buffered >= wanted ? 0 : wanted - zmtp->buffered;
     if (taken > there)
         taken = there;
     if (taken > 0) {
-        memcpy(zmtp->keep + zmtp->kept, *at, taken);
-        zmtp->kept += taken;
+        memcpy(zmtp->buffer + zmtp->buffered, *at, taken);
+        zmtp->buffered += taken;
         *at += taken;
     }
-    return zmtp->kept >= wanted;
+    return zmtp->buffered >= wanted;
 }
 
 /* Whether this may be the beginning of a greeting of ZMTP 3 or later. */
@@ -194,12 +194,12 @@ static bool say_mechanism(struct zmtp *zmtp)
 
 static enum zmtp_event take_greeting(struct zmtp *zmtp, const uint8_t **at, const uint8_t *end)
 {
-    bool begins = zmtp->kept < FIRST_PART;
+    bool begins = zmtp->buffered < FIRST_PART;
     bool whole = collect(zmtp, ZMTP_GREETING_BYTES, at, end);
-    const uint8_t *greeting = zmtp->keep;
-    if (!is_greeting(greeting, zmtp->kept))
+    const uint8_t *greeting = zmtp->buffer;
+    if (!is_greeting(greeting, zmtp->buffered))
         return fail(zmtp, ZMTP_FOREIGN);
-    if (begins && zmtp->kept >= FIRST_PART && !say_mechanism(zmtp))
+    if (begins && zmtp->buffered >= FIRST_PART && !say_mechanism(zmtp))
         return fail(zmtp, ZMTP_MALFORMED);
     if (!whole)
         return ZMTP_MORE;
@@ -209,7 +209,7 @@ static enum zmtp_event take_greeting(struct zmtp *zmtp, const uint8_t **at, cons
     copy_text(zmtp->peer_mechanism, greeting + MECHANISM, name_bytes);
     if (strcmp(zmtp->peer_mechanism, zmtp->curve != NULL ? "CURVE" : "NULL") != 0)
         return fail(zmtp, ZMTP_DIFFERS);
-    zmtp->kept = 0;
+    zmtp->buffered = 0;
     if (zmtp->curve == NULL) {
         zmtp->state = AWAITS_READY;
         return say_ready(zmtp) ? ZMTP_MORE : fail(zmtp, ZMTP_MALFORMED);
@@ -372,13 +372,13 @@ static bool take_header(struct zmtp *zmtp, const uint8_t **at, const uint8_t *en
     *header_bytes = 0;
     if (!collect(zmtp, 1, at, end))
         return true;
-    uint8_t flags = zmtp->keep[0];
+    uint8_t flags = zmtp->buffer[0];
     if ((flags & ~FLAGS) != 0 || (flags & (FLAG_COMMAND | FLAG_MORE)) == (FLAG_COMMAND | FLAG_MORE))
         return false;
     size_t wanted = flags & FLAG_LONG ? ZMTP_HEADER_BYTES : 2;
     if (!collect(zmtp, wanted, at, end))
         return true;
-    *body_bytes = flags & FLAG_LONG ? get_u64(zmtp->keep + 1) : zmtp->keep[1];
+    *body_bytes = flags & FLAG_LONG ? get_u64(zmtp->buffer + 1) : zmtp->buffer[1];
     *header_bytes = wanted;
     return *body_bytes >> 63 == 0 && (*body_bytes > 0 || (flags & FLAG_COMMAND) == 0);
 }
@@ -389,7 +389,7 @@ static enum zmtp_event take_handshake(struct zmtp *zmtp, const uint8_t **at, con
     uint64_t body_bytes;
     if (!take_header(zmtp, at, end, &header_bytes, &body_bytes))
         return fail(zmtp, ZMTP_MALFORMED);
-    if (zmtp->kept > 0 && (zmtp->keep[0] & FLAG_COMMAND) == 0)
+    if (zmtp->buffered > 0 && (zmtp->buffer[0] & FLAG_COMMAND) == 0)
         return fail(zmtp, ZMTP_MALFORMED);
     if (header_bytes == 0)
         return ZMTP_MORE;
@@ -398,8 +398,8 @@ static enum zmtp_event take_handshake(struct zmtp *zmtp, const uint8_t **at, con
     size_t nbytes = (size_t)body_bytes;
     if (!collect(zmtp, header_bytes + nbytes, at, end))
         return ZMTP_MORE;
-    zmtp->kept = 0;
-    uint8_t *body = zmtp->keep + header_bytes;
+    zmtp->buffered = 0;
+    uint8_t *body = zmtp->buffer + header_bytes;
     if (is_named(body, nbytes, ERROR_NAME))
         return take_error(zmtp, body, nbytes);
     switch (zmtp->state) {
@@ -424,8 +424,8 @@ static enum zmtp_event take_frame(struct zmtp *zmtp, const uint8_t **at, const u
         return fail(zmtp, ZMTP_MALFORMED);
     if (header_bytes == 0)
         return ZMTP_MORE;
-    uint8_t flags = zmtp->keep[0];
-    zmtp->kept = 0;
+    uint8_t flags = zmtp->buffer[0];
+    zmtp->buffered = 0;
     struct zmtp_frame *frame = &zmtp->frame;
     frame->wire_bytes = frame->nbytes = nbytes;
     frame->more = flags & FLAG_MORE;

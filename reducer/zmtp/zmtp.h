@@ -68,8 +68,8 @@ struct zmtp {
     uint8_t peer_key[CURVE_KEY_BYTES]; /* the client's, at a server of CURVE */
     size_t reply_bytes;  /* the caller sends these, before anything else, and sets it to 0 */
     uint8_t reply[ZMTP_REPLY_BYTES];
-    size_t kept;         /* bytes of a greeting, a command or a frame's header that is not whole */
-    uint8_t keep[ZMTP_COMMAND_BYTES + ZMTP_HEADER_BYTES];
+    size_t buffered;     /* bytes of a greeting, a command or a frame's header that is not whole */
+    uint8_t buffer[ZMTP_COMMAND_BYTES + ZMTP_HEADER_BYTES];
 };
 
 /* Begins a connection; `reply` has the first part of the greeting, and the rest when the peer has

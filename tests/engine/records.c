@@ -48,7 +48,7 @@ static struct round *open_slots(struct rounds *rounds, uint64_t sequence, uint64
 static void print(const char *state, const struct rounds *rounds, size_t before, uint64_t counted)
 {
     printf("%s %zu %llu\n", state, in_use() - before,
-           (unsigned long long)(rounds_taken(rounds) - counted));
+           (unsigned long long)(rounds_used(rounds) - counted));
 }
 
 /* Brings slots into each state that they have, in a job that has had a round before. */
@@ -70,7 +70,7 @@ static void measure(uint32_t world_size, uint64_t slots)
     open_slots(&rounds, 0, 1);
     rounds_discard_oldest(&rounds);
     size_t before = in_use();
-    uint64_t counted = rounds_taken(&rounds);
+    uint64_t counted = rounds_used(&rounds);
     struct round *round = open_slots(&rounds, 1, slots);
     print("open", &rounds, before, counted);
     for (uint64_t at = 0; at < slots; at++)
@@ -89,7 +89,7 @@ static void measure(uint32_t world_size, uint64_t slots)
 static const char *starve(void)
 {
     for (long failing = 0;; failing++) {
-        struct rounds rounds = {.pool = &rounds.own, .world_size = 1, .most = 100, .reserved = 1 << 30,
+        struct rounds rounds = {.pool = &rounds.own, .world_size = 1, .limit = 100, .reserved = 1 << 30,
                                 .max_chunk_bytes = 1 << 20};
         rounds.own.most_spare_bytes = SIZE_MAX;
         struct member member = {.window = 1 << 20, .regular = true};

@@ -108,7 +108,7 @@ def test_a_rank_that_missed_the_answer_is_found_and_all_begin_anew(network):
     call(network)
     session = network.workers[1].session
     declined = MismatchError("?", field="question", rank=1, other_rank=0, expected="", got="")
-    network.do(1, session.calls.fail(session.calls.question, declined))
+    network.do(1, session.calls.fail(session.calls.agreement, declined))
     network.deliver_all()
     errors = [worker.ended[2] for worker in network.workers]
     assert all(isinstance(error, MismatchError) for error in errors)
@@ -121,7 +121,7 @@ def test_who_has_no_answer_begins_anew_beyond_those_that_have_it(network):
     call(network, (0,))
     session = network.workers[0].session
     before = session.failover.map.epoch
-    network.do(0, session.calls.fail(session.calls.question, ReductionTimeout("no answer")))
+    network.do(0, session.calls.fail(session.calls.agreement, ReductionTimeout("no answer")))
     assert session.failover.map.epoch == before + 2
 
 
@@ -132,7 +132,7 @@ def test_an_answer_is_of_no_use_to_a_rank_that_has_begun_anew_since_it_asked(net
     network.do(1, session.receive(0, *told, network.now))
     network.drain(*network.up.values())
     network.drain(*(network.down[1, index] for index in range(2)))
-    assert session.calls.question is None
+    assert session.calls.agreement is None
     assert session.failover.map.epoch == 6, "which others have begun, and not the one after it"
     network.deliver_all()
     call(network)
@@ -199,7 +199,7 @@ def test_an_all_reduce_that_made_others_begin_anew_is_noted_without_a_later_epoc
     for epoch, sequence in ((6, number(1)), (5, number(2, place=0))):
         told = Header(MessageType.SHARD_MAP).pack(), encode(Loss(ALL_REDUCERS, epoch, sequence))
         network.do(0, session.receive(0, *told, network.now))
-    network.do(0, session.calls.fail(session.calls.question, LocalProtocolError("a failure")))
+    network.do(0, session.calls.fail(session.calls.agreement, LocalProtocolError("a failure")))
     assert session.failover.map.epoch == 6
 
 

@@ -7,15 +7,15 @@ A rank is lost when it has been away for a while
     time 5.0
     0 CONTRIBUTION
     unreachable 1 1
-    time 5.0+AWAY_S-0.01
-    time 5.0+AWAY_S -> 0 RankLostError rank=1
+    time 5.0+UNREACHABLE_S-0.01
+    time 5.0+UNREACHABLE_S -> 0 RankLostError rank=1
 
 A rank that comes back in time is told of to nobody
     0 CONTRIBUTION 2 watermark=2
     1 CONTRIBUTION 3 watermark=2
     unreachable 1
     1 HELLO watermark=2 -> 1 WELCOME
-    time 3*AWAY_S
+    time 3*UNREACHABLE_S
     0 1 CONTRIBUTION 4 watermark=2 -> 0 1 RESULT
     1 CONTRIBUTION 3 watermark=2 -> 1 RankLostError rank=1  # of its earlier life
 
@@ -50,7 +50,7 @@ A peer that was away may come back as somebody else
     0 CONTRIBUTION
     unreachable 1
     1 HELLO $says 1 WELCOME
-    later 2*AWAY_S                              # its new life goes on
+    later 2*UNREACHABLE_S                              # its new life goes on
     lose 0 1
     jobs
 """)

@@ -35,7 +35,7 @@ Who waits for a rank that came back without its rounds is told when it goes for 
     0 CONTRIBUTION total_bytes=128 offset=64
     time 5.0
     unreachable 1
-    time 5.0+AWAY_S -> 0 RankLostError rank=1
+    time 5.0+UNREACHABLE_S -> 0 RankLostError rank=1
 
 A rank that comes back may have finished what the others have, too
     0 1 CONTRIBUTION 5 watermark=5 -> 0 1 RESULT

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from reducer.engine.engine import AWAY_S
+from reducer.engine.engine import UNREACHABLE_S
 from reducer.errors import RemoteProtocolError
 from reducer.wire.header import Header, fingerprint
 from reducer.wire.messages import ALL_REDUCERS, Loss, encode
@@ -104,12 +104,13 @@ def test_who_falls_silent_is_named_with_its_host_and_for_how_long(reducer):
         reducer.hello(rank, peer=b"new %d" % rank, job="another", host_name=f"node-{rank}")
     reducer.now = 100.0
     reducer.tick()
-    reducer.engine.silent(b"new 1", 1.25)
+    reducer.engine.peer_timed_out(b"new 1", 1.25)
     assert reducer.lose(b"new 1") == [], "it may have told others that it lost this reducer"
     (job,) = (job for job in reducer.engine.jobs if job.name == "another")
     _, lost = job.lost[1]
     assert str(lost) == (
-        f"rank 1 on node-1 died or cannot be reached: no heartbeat for {1.25 + AWAY_S:.1f} s "
+        f"rank 1 on node-1 died or cannot be reached: "
+        f"no heartbeat for {1.25 + UNREACHABLE_S:.1f} s "
         "(if it was only stopped, set REDUCTION_PATIENCE to more than that)"
     )
 

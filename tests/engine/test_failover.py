@@ -138,11 +138,11 @@ def test_what_has_ended_here_is_claimed_until_every_rank_has_it(three):
     for link, header in sent(three.submit(operation(64 * 6), 0.0), M.CONTRIBUTION):
         ended = result(three, link, header)
     assert errors(ended) == [None]
-    assert three.flight.kept_bytes == 64 * 6
+    assert three.flight.retained_bytes == 64 * 6
     lost = three.disconnected(1, "died")
     assert [header.offset for _, header in sent(lost, M.RETAINED)] == [128, 192]
     three.receive(0, Header(M.PING, watermark=number(0) + 1).pack(), b"")
-    assert three.flight.kept_bytes == 0
+    assert three.flight.retained_bytes == 0
     lost = three.disconnected(0, "died")
     assert resets(lost) == [0]
     assert sent(lost, M.RETAINED) == []
@@ -376,4 +376,4 @@ def test_a_result_is_kept_whatever_a_reducer_says_of_what_is_in_progress(session
     for link, header in sends:
         result(session, link, header)
     assert session.flight.reached == number(0)
-    assert session.flight.kept_bytes == 256
+    assert session.flight.retained_bytes == 256

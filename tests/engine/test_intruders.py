@@ -41,16 +41,16 @@ def test_records_count_as_memory(implementation):
     reserved = job.reserved
     for sequence in range(1000):  # each is complete at once, and none is ever finished
         sends = reducer.contribute(0, sequence, payload=bytes(64))
-        assert job.rounds.taken() <= job.reserved
+        assert job.rounds.used() <= job.reserved
         if kinds(sends) != [M.RESULT]:
             break
     error = told(sends)[b"0"]
     assert isinstance(error, CapacityError)
     assert error.limit == "memory_limit"
     assert job.reserved == reserved
-    taken = job.rounds.taken()
+    taken = job.rounds.used()
     reducer.contribute(0, sequence, watermark=sequence, payload=bytes(64))
-    assert job.rounds.taken() < taken
+    assert job.rounds.used() < taken
     assert kinds(reducer.contribute(0, sequence + 1, payload=bytes(64))) == [M.RESULT]
 
 
@@ -62,7 +62,7 @@ def test_records_of_a_failed_round_are_given_back(reducer):
             reducer.contribute(0, sequence, watermark=sequence, total_bytes=128, offset=offset)
         reducer.say(0, M.ABORT, sequence, encode_error(ReducerLostError("gone", reducer="x")))
         reducer.contribute_both(sequence + 1, watermark=sequence + 1)
-        taken.append(job.rounds.taken())
+        taken.append(job.rounds.used())
     assert taken[0] == taken[1]
 
 
@@ -72,7 +72,7 @@ def test_more_is_set_aside_for_records_while_there_is_room(implementation):
     (job,) = reducer.engine.jobs
     for sequence in range(100):
         assert kinds(reducer.contribute(0, sequence, payload=bytes(64))) == [M.RESULT]
-    assert job.rounds.taken() <= job.reserved == job.rounds.reserved <= 4 << 20
+    assert job.rounds.used() <= job.reserved == job.rounds.reserved <= 4 << 20
 
 
 def test_ranges_that_are_given_up_are_counted(reducer):

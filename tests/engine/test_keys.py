@@ -107,7 +107,7 @@ def test_a_name_with_another_ones_fingerprint_is_refused(implementation, monkeyp
 
 @pytest.mark.parametrize("refused", [1, 2])
 def test_who_begins_without_all_waits_for_those_that_admit_it(refused):
-    newcomer = Driven(0, 1, ("a:1", "b:2"), 4096, patience_s=1.0)
+    newcomer = Driven(0, 1, ("a:1", "b:2"), 4096, reducers_timeout_s=1.0)
     for index in range(refused):
         assert newcomer.refused(index, AuthError("wrong key")) == []
     assert isinstance(newcomer.session.refusal, AuthError) == (refused == 2)

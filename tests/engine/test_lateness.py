@@ -54,7 +54,7 @@ def test_both_count_alike(world_size, steps):
     twins = [module.Rounds(world_size) for module in (slots, _slots)]
     for twin in twins:
         twin.keep_times()
-    assert twins[0].taken() == twins[1].taken() == 0
+    assert twins[0].used() == twins[1].used() == 0
     now_us, placed = 5 * MS, set()
     for rank, sequence, chunk, later_us in steps:
         now_us += later_us
@@ -75,7 +75,7 @@ def test_both_count_alike(world_size, steps):
                 found.finish(8 * chunk)
         plain, compiled = (everything(twin.lateness, world_size) for twin in twins)
         assert plain == compiled
-    assert twins[0].taken() == twins[1].taken()
+    assert twins[0].used() == twins[1].used()
     times = []
     for twin in twins:
         while twin.oldest is not None:
@@ -99,12 +99,12 @@ class Line:
         heard = self._heard.setdefault((sequence, chunk), [])
         heard.append(round(1e6 + ms * MS))
         alone_us = heard[-2] if len(heard) == self._world_size else 0
-        self.lateness.hear(rank, sequence, heard[-1], alone_us)
+        self.lateness.record(rank, sequence, heard[-1], alone_us)
 
     def told(self):
         """For how many ms the others have waited for each rank, late and slow."""
         for rank in range(self._world_size):  # much later, all waits are over
-            self.lateness.hear(rank, -1, 1 << 60, 1 << 60)
+            self.lateness.record(rank, -1, 1 << 60, 1 << 60)
         found = costliest(self.lateness, self._world_size)
         return {one.rank: (one.late.us / MS, one.slow.us / MS) for one in found}
 
@@ -149,7 +149,7 @@ def test_who_falls_behind_in_the_middle_of_a_buffer_is_slow():
 def test_spans_follow_each_other():
     lateness = Lateness(2)
     for number, expected in ((1, (0, 0, 0)), (2, (1, 0, 1)), (3, (1, 1, 2)), (4, (1, 1, 3))):
-        lateness.hear(1, number, 1000 * number * MS + 3 * MS, 1000 * number * MS)
+        lateness.record(1, number, 1000 * number * MS + 3 * MS, 1000 * number * MS)
         found = tuple(lateness.waits(1, span, Cause.LATE).number for span in Span)
         assert found == expected, "a wait counts when it is over"
         lateness.turn()
@@ -164,7 +164,7 @@ def test_chance_accuses_nobody(world_size, waits):
         lateness, now_us = Lateness(world_size), 1
         for number in range(waits):
             rank, lasts_us = rng.randrange(world_size), int(rng.paretovariate(1.2) * MS)
-            lateness.hear(rank, number, now_us + lasts_us, now_us)
+            lateness.record(rank, number, now_us + lasts_us, now_us)
             now_us += lasts_us + 1
         assert straggler(lateness, world_size, 1e-3) is None
 
@@ -205,11 +205,11 @@ def looks_at(world_size, step_s, compute, seed=0, reducers=2):
         for lateness, _ in known:
             before, after = sorted(rng.uniform(0, 0.002) for _ in range(2))
             alone_us = round(1e6 * (now + took[first] + before))
-            lateness.hear(first, sequence, alone_us, 0)
+            lateness.record(first, sequence, alone_us, 0)
             last_us = max(alone_us, round(1e6 * (ends + after)))
-            lateness.hear(second, sequence, last_us, alone_us)
+            lateness.record(second, sequence, last_us, alone_us)
             # The other one's window was full until then: now the last chunk waits for that rank.
-            lateness.hear(first, sequence, last_us + rng.randrange(1, 1000), last_us)
+            lateness.record(first, sequence, last_us + rng.randrange(1, 1000), last_us)
         sequence, now = sequence + 1, ends + 0.002
     return looks
 
@@ -246,7 +246,7 @@ def test_it_is_named_until_the_others_do_not_wait_for_it():
     for at in range(0, 3000, 5):
         if at % 10 == 0 and not 1000 <= at < 1060:
             late_us, now_us = (9_000_000 if at < 2000 else 1), (100 + at) * 1_000_000
-            lateness.hear(1, at, now_us, now_us - late_us)
+            lateness.record(1, at, now_us, now_us - late_us)
         watch.look(lateness, 2, 100.0 + at)
         told.append(watch.straggler is not None)
     first = told.index(True)
@@ -260,7 +260,7 @@ def test_it_is_named_until_the_others_do_not_wait_for_it():
 def test_medians_are_right_to_a_tenth(powers):
     lateness, lasted_us = Lateness(2), [int(10**power) for power in powers]
     for at, us in enumerate([*lasted_us, 1]):  # the last one goes on
-        lateness.hear(1, at, (at + 1) * 10**9, (at + 1) * 10**9 - us)
+        lateness.record(1, at, (at + 1) * 10**9, (at + 1) * 10**9 - us)
     found_s = lateness.waits(1, Span.NOW, Cause.LATE).median_s(0)
     low, high = statistics.median_low(lasted_us), statistics.median_high(lasted_us)
     assert 0.9 * low / 1e6 <= found_s <= 1.1 * high / 1e6
@@ -302,7 +302,7 @@ def test_whom_the_others_wait_for(late, others, seconds, says):
         ]
         for at, ms in enumerate([*lasted_ms, 0.001]):  # the last one goes on
             lasts_us = round(ms * MS)
-            lateness.hear(rank, at + 1000 * rank, now_us + lasts_us, now_us)
+            lateness.record(rank, at + 1000 * rank, now_us + lasts_us, now_us)
             now_us += lasts_us + 1
     found = straggler(lateness, 4, seconds)
     assert (found is None) if says is None else says in str(found)

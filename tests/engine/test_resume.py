@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from reducer.engine.actions import GiveUp, Resume, Trust
+from reducer.engine.actions import GiveUp, MarkJoined, Resume
 from reducer.errors import AuthError, MembershipError, RemoteProtocolError
 from reducer.wire import authentication
 from reducer.wire.constants import COMPILED_FEATURES, FAR_S, Feature
@@ -14,7 +14,7 @@ from reducer.wire.messages import Hello, Stream, Welcome, decode, encode
 from tests.engine.driven import Driven
 from tests.engine.test_streams import join, refusal, say
 from tests.engine.words import TWO_KEYS, M, Reducer
-from worker_client.protocol.flight import AddStreams, Keep
+from worker_client.protocol.flight import AddStreams, MakeResumable
 
 TICKET = "a" * 32
 SECRET = b"s" * 32
@@ -47,7 +47,7 @@ def two_ranks(secret):
 
 def test_who_asks_for_it_may(two):
     reducer, ticket = two
-    assert reducer.served.asked_for(Trust) == [(b"0", True), (b"1", False)]
+    assert reducer.served.asked_for(MarkJoined) == [(b"0", True), (b"1", False)]
     assert resume(reducer, b"x", ticket) == resume(reducer, b"y", ticket, 1) == []
     assert resumed(reducer) == [(b"0", b"x", 77), (b"0b", b"y", 77)]
 
@@ -138,7 +138,7 @@ def test_a_worker_asks_for_it_where_the_reducer_is_far(round_trip_s, can, asks):
     features = decode(Hello, hello.payload).features
     body = encode(Welcome(incarnation="1", ticket=TICKET, features=features))
     actions = session.receive(0, welcome, body)
-    kept = [action for action in actions if isinstance(action, Keep)]
+    kept = [action for action in actions if isinstance(action, MakeResumable)]
     assert [type(action) for action in actions if isinstance(action, AddStreams)] == [AddStreams]
     assert len(kept) == asks
     for action in kept:

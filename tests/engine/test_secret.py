@@ -159,7 +159,7 @@ def test_a_reducer_without_the_secret_is_refused(secret):
         body = json.dumps({"incarnation": "1", "version": "1.0", "auth": shown}).encode()
     assert header.type is M.WELCOME
     assert rank.receive(0, header.pack(), body) == []
-    assert rank.links[0].state is LinkState.STRANGER
+    assert rank.links[0].state is LinkState.NOT_JOINED
     assert "does not know this job's secret" in str(rank.links[0].refusal)
 
 

@@ -21,7 +21,7 @@ from reducer.errors import (
     ReducerLostError,
     ReductionTimeout,
 )
-from reducer.wire.constants import MIN_CHARGE, SPARE_CHUNKS, DType, MessageType, ReduceOp
+from reducer.wire.constants import MIN_COST, SPARE_CHUNKS, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from tests.engine.network import Network
 from worker_client.protocol.joining import RETRY_S
@@ -30,7 +30,7 @@ from worker_client.protocol.operation import Operation
 
 COUNTS = (0, 1, 7, 16, 33, 100, 257)
 CHUNK_BYTES = 64
-SPARE_BYTES = SPARE_CHUNKS * MIN_CHARGE
+SPARE_BYTES = SPARE_CHUNKS * MIN_COST
 TIMEOUT_S = 300.0
 FIELDS = ("total_bytes", "dtype", "op", "name")
 
@@ -343,7 +343,7 @@ class Training(RuleBasedStateMachine):
         network.calm()
         for worker in network.workers:
             assert worker.ended[len(self.calls) - 1] is None
-            assert worker.session.flight.kept_bytes <= 1
+            assert worker.session.flight.retained_bytes <= 1
         self.results_are_exact()
 
 

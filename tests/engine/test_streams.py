@@ -204,7 +204,7 @@ Who loses one stream has lost the link
     each then: unreachable 0 | dropped
     1 CONTRIBUTION 1
     unreachable 0b
-    later AWAY_S+PATIENCE_MS/1000-0.1           # a GOODBYE may be on its way over the other one
+    later UNREACHABLE_S+PEER_TIMEOUT_MS/1000-0.1    # a GOODBYE may be on its way over the other one
     $then
     later 0.09
     later 0.02 -> 1 RankLostError rank=0
@@ -223,7 +223,7 @@ At the end a further stream that ends first makes nobody lost
 A rank that dies is not waited for any longer
     1 CONTRIBUTION 1
     unreachable 0b 0
-    later AWAY_S -> 1 RankLostError rank=0
+    later UNREACHABLE_S -> 1 RankLostError rank=0
 
 Only contributions go over further streams
     each kind: ABORT | GOODBYE | CREDIT | SHARD_MAP | STRAGGLERS

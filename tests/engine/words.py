@@ -6,7 +6,7 @@ import numpy as np
 
 from reducer.engine.actions import Close
 from reducer.engine.allow_list import AllowList
-from reducer.engine.engine import AWAY_S
+from reducer.engine.engine import UNREACHABLE_S
 from reducer.engine.limits import NO_LIMITS
 from reducer.wire import authentication
 from reducer.wire.constants import PLACES, DType, MessageType, ReduceOp
@@ -81,7 +81,7 @@ class Reducer:
     def lose(self, peer):
         """A peer goes and does not come back in time."""
         sends = self.unreachable(peer)
-        self.now += AWAY_S
+        self.now += UNREACHABLE_S
         return sends + self.tick()
 
     def do(self, actions):

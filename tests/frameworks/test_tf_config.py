@@ -3,12 +3,12 @@
 import pytest
 
 from tests.launch.environments import AZURE_CLUSTER, TUNING_CLUSTER, spec
-from worker_client.launch import Role, resolve
+from worker_client.launch import LauncherRole, resolve
 
 tensorflow = pytest.importorskip("tensorflow", reason="needs TensorFlow")
 
-ROLES = {"chief": Role.WORKER, "worker": Role.WORKER, "ps": Role.REDUCER}
-ROLES["evaluator"] = Role.EVALUATOR
+ROLES = {"chief": LauncherRole.WORKER, "worker": LauncherRole.WORKER, "ps": LauncherRole.REDUCER}
+ROLES["evaluator"] = LauncherRole.EVALUATOR
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_both_see_the_same_job(cluster, kind, index, monkeypatch):
     assert f"{ours.master_addr}:{ours.master_port}" == trains[0]
     pool = [address.rpartition(":")[0] for address in jobs.get("ps", [])]
     assert [address.rpartition(":")[0] for address in ours.reducers] == pool
-    if ours.role is Role.WORKER:
+    if ours.role is LauncherRole.WORKER:
         assert ours.node_rank is not None
         mine = theirs.cluster_spec().task_address(theirs.task_type, theirs.task_id)
         assert trains[ours.node_rank] == mine

@@ -56,7 +56,7 @@ BLOCKS = {
     "hierarchical, blocks": HierarchicalCommunicator,
 }
 RANKS = 4
-HEARTBEATS = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
+HEARTBEATS = Heartbeats(peer_timeout_s=4.0)  # all ranks are threads of this one process
 numbers = itertools.count()
 
 

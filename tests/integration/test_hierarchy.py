@@ -38,7 +38,7 @@ def ranks_on(nodes, local, servers, wire_dtype="none"):
     def join(rank):
         place = arrange(keys, rank)
         job = f"hierarchy-{number}-{place.local_rank}"
-        patient = Heartbeats(patience_s=4.0)  # all ranks are threads of this one process
+        patient = Heartbeats(peer_timeout_s=4.0)  # all ranks are threads of this one process
         spec = JobSpec(job, 0, place.node, nodes, tuple(servers), 0, heartbeats=patient)
         node = compose.Node(place, lambda topic: board.meet(topic, place.peers, place.local_rank))
         return compose.client(WorkerConfig(timeout=20.0, wire_dtype=wire_dtype), spec, node=node)

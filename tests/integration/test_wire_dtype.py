@@ -274,7 +274,7 @@ def test_pieces_are_cast_when_those_before_have_ended(job, wire):
     small = [values(rank, SMALL) for rank in range(2)]
     expected = [oracle(given, wire, ReduceOp.SUM).tobytes() for given in (large, small)]
     works = [clients[0].all_reduce(given[0], "sum") for given in (large, small)]
-    waiting = [piece for piece in open_at(clients[0]) if piece.prepare is not None]
+    waiting = [piece for piece in open_at(clients[0]) if piece.fill is not None]
     assert len(waiting) == len(casting.PIECES) - AHEAD
     assert all(piece.sequence < 0 for piece in open_at(clients[0])[AHEAD:])
     works += [clients[1].all_reduce(given[1], "sum") for given in (large, small)]

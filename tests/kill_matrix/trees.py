@@ -42,7 +42,7 @@ ONLY = {"worker_client/outer": "OuterOptimizer"}  # a test that never uses it no
 CALLED = {  # what tests are about, where they call it differently
     "hierarchical": {"hierarchy"},
     "elastic": {"join", "loss"},
-    "lobby": {"join"},
+    "newcomers": {"join", "lobby"},
     "averaging": {"quorum"},
     "fragment": {"quorum"},
 }

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.extended(
 ROUND_TRIP_S = 0.2
 PATIENCE_S = 1.0  # by default, where the network is near
 PAUSE_S = 1.3  # longer than that, and shorter than with five round trips more
-AWAY_S = 1.0  # that a rank may take to come back
+UNREACHABLE_S = 1.0  # that a rank may take to come back
 WORKERS = 2
 ELEMENTS = 16 * 1024
 GROWN_S = 60.0  # at most until a window has grown
@@ -85,7 +85,7 @@ def test_who_is_silent_for_longer_is_named(namespaces):
         assert failure is not None
         assert (failure.error, failure.rank) == ("RankLostError", 1)
         lasted = PATIENCE_S + 5 * ROUND_TRIP_S
-        assert lasted < failure.at - stopped < lasted + AWAY_S + ROUND_TRIP_S + 1
+        assert lasted < failure.at - stopped < lasted + UNREACHABLE_S + ROUND_TRIP_S + 1
 
 
 def test_one_percent_of_packets_lost_on_the_way_loses_nobody(namespaces):

@@ -86,7 +86,7 @@ def test_each_illness_is_named(well, nobody, tmp_path):
             one.connect_ex(full.getsockname())
         ill = {
             nobody: (Kind.DEAD, [f"port {nobody.rpartition(':')[2]}"]),
-            address_of(hung): (Kind.SILENT, []),
+            address_of(hung): (Kind.HANGS, []),
             address_of(full): (Kind.HOST, ["firewall"]),
             older: (Kind.VERSION, ["1.0", "9"]),
             keyed.address: (Kind.KEYS, ["REDUCTION_KEYS"]),
@@ -122,7 +122,7 @@ def test_one_that_never_answers_a_hello_is_named(well):
         raise ReducerLostError("it does not answer a HELLO", reducer=address)
 
     found = examine.examine(well, connect, [well])
-    assert found.problem.kind == Kind.SILENT
+    assert found.problem.kind == Kind.HANGS
 
 
 def test_what_is_said_to_people(well, nobody):

@@ -6,7 +6,7 @@ from tests.memberships.training import Training
 from tests.sim.rules import Mutations
 from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.reconcile import Reconciliation
-from worker_client.communicators.replay_log import Entry, ReplayLog
+from worker_client.communicators.replay_log import ReplayEntry, ReplayLog
 
 MUTATIONS = Mutations(Training)
 broken = MUTATIONS.broken
@@ -23,7 +23,7 @@ def results_not_supplied(*_):
     """Let calls be made again whose result a rank has."""
 
 
-@MUTATIONS.instead_of(Entry, "begin")
+@MUTATIONS.instead_of(ReplayEntry, "begin")
 def made_again_from_the_buffer(begin, self, ended):
     """Make a call again with what is in the buffer, where a part of a result may be."""
     self.contribution = bytes(self.operation.view)

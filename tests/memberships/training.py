@@ -163,7 +163,7 @@ class Rank:
         step = 0
         if self._joins:
             self.where = "joining"
-            self.elastic.arrive()
+            self.elastic.begin_joining()
             self.elastic.await_members()
             self.elastic.admit(0, 60.0)
             self.is_in = True

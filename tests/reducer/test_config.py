@@ -168,16 +168,16 @@ def test_threads_share_what_is_limited(monkeypatch):
     assert settings.limits().job_memory_limit == 256 << 20
     assert reducer_config.load().limits().job_memory_limit is None
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert settings.patience() == (250, 4.0, 500)
+    assert settings.connection_limits() == (250, 4.0, 500)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (464, 464))
     here = (464 - reducer_config.FILES_BESIDES) // 4
-    assert settings.patience() == (here, 4.0, here), "no more files, whatever they are for"
+    assert settings.connection_limits() == (here, 4.0, here), "no more files, whatever they are for"
     few = reducer_config.load(threads=4, max_connections=300)
-    assert few.patience()[::2] == (75, here)
+    assert few.connection_limits()[::2] == (75, here)
     watched = reducer_config.load(threads=4, max_connections=1000, http=":0")
     assert watched.http_connections == 464 // 8
     beside = reducer_config.FILES_BESIDES + 464 // 8
-    assert watched.patience().max_connections == (464 - beside) // 4
+    assert watched.connection_limits().max_connections == (464 - beside) // 4
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_more_reducers_never_slow_the_cards(workers):
 
 def job(**others):
     values = {"workers": 4, "worker_gbps": 10.0, "reducer_gbps": 10.0, "nbytes": 512 << 20}
-    return plan.Job(**{**values, **others})
+    return plan.PlannedJob(**{**values, **others})
 
 
 def test_steps_overlap_with_the_backward_pass():

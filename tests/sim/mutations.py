@@ -6,10 +6,10 @@ from functools import partial
 from reducer.engine import engine, rounds
 from reducer.engine.actions import Send
 from reducer.engine.engine import Engine
-from reducer.engine.membership import Membership
+from reducer.engine.membership import Members
 from reducer.wire.constants import MAX_LANES, MessageType
 from reducer.wire.header import Header
-from reducer.wire.layout import charge
+from reducer.wire.layout import cost
 from reducer.wire.messages import Stream, decode, encode
 from tests.sim.rules import Mutations
 from tests.sim.world import Flight, World
@@ -19,10 +19,10 @@ from worker_client.protocol.flight import Resumption
 from worker_client.protocol.joining import Joining, Occurrence
 from worker_client.protocol.lifecycle import Aborts, Calls, Numbering
 from worker_client.protocol.session import Session
-from worker_client.protocol.shard_map import Plan, ShardMap, Stage
+from worker_client.protocol.shard_map import ShardMap, ShardPlan, Stage
 
 MUTATIONS = Mutations(partial(World, implementation="plain"))
-MUTATIONS["rank-lost-at-once"] = engine, "AWAY_S", 0.0
+MUTATIONS["rank-lost-at-once"] = engine, "UNREACHABLE_S", 0.0
 broken = MUTATIONS.broken
 
 
@@ -73,9 +73,9 @@ def window_before_order(refill, self, now):
     sent = []
     for at, send in list(waiting.items()):
         its = self.stats(send.link)
-        behind = [charge(len(one.payload)) for one in waiting.values() if one.link == send.link]
+        behind = [cost(len(one.payload)) for one in waiting.values() if one.link == send.link]
         flying = its.in_flight - sum(behind)
-        if not flying or flying + charge(len(send.payload)) <= its.window:
+        if not flying or flying + cost(len(send.payload)) <= its.window:
             sent.append(waiting.pop(at))
     self.waiting = waiting
     return sent
@@ -96,7 +96,7 @@ def failures_alone(*_):
     return []
 
 
-@MUTATIONS.instead_of(rounds, "_unasked")
+@MUTATIONS.instead_of(rounds, "_skipped_agreement")
 def questions_not_declined(*_):
     """Let a question wait for ranks that have gone on without it."""
 
@@ -142,13 +142,13 @@ def two_maps(give_up, self, now):
     return late
 
 
-@MUTATIONS.instead_of(Plan, "use", where=two_lanes)
+@MUTATIONS.instead_of(ShardPlan, "use", where=two_lanes)
 def lanes_not_agreed(use, self, links, taking_part):
     """Cut buffers between all lanes that this rank knows of, whatever others know."""
     use(self, links, dict.fromkeys(taking_part, MAX_LANES))
 
 
-@MUTATIONS.instead_of(Membership, "find", where=far)
+@MUTATIONS.instead_of(Members, "find", where=far)
 def streams_of_strangers(find, self, peer):
     """Take further streams of links for strangers, though the reducer has agreed to them."""
     found = find(self, peer)

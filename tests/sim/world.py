@@ -19,7 +19,7 @@ import numpy as np
 
 from reducer import kernels
 from reducer.clock import SPARE_ROUND_TRIPS
-from reducer.engine.actions import Close, GiveUp, Resume, Trust
+from reducer.engine.actions import Close, GiveUp, MarkJoined, Resume
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReducerLostError
 from reducer.wire.constants import PLACES, RESUME_S, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
@@ -30,7 +30,14 @@ from tests.sim.clock import Clock
 from tests.sim.connection import Connection, Message
 from worker_client.protocol import _flight, agreement, flow_control
 from worker_client.protocol.agreement import EVERY, FIRST_CALL
-from worker_client.protocol.flight import AddStreams, Connect, Finish, HandOver, Keep, Reset
+from worker_client.protocol.flight import (
+    AddStreams,
+    Connect,
+    Finish,
+    HandOver,
+    MakeResumable,
+    Reset,
+)
 from worker_client.protocol.lifecycle import gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, refused
 from worker_client.protocol.session import Session
@@ -156,7 +163,7 @@ class Reducer(Process):
             elif over is not None:
                 assert over.resumes is connection, f"{over.resumes.name!r} goes on as {action}"
                 connection.go_on(over, action.read)
-        elif connection is not None and isinstance(action, Trust):
+        elif connection is not None and isinstance(action, MarkJoined):
             connection.kept[1] = action.resumes
         elif connection is not None and connection.suspended[1]:
             connection.give_up(1)
@@ -186,7 +193,7 @@ class Reducer(Process):
         sends = lane.perform(actions)
         others = lane.asked_for(object)
         for action in others if self.world.far else ():
-            if isinstance(action, (Trust, Resume, GiveUp)):
+            if isinstance(action, (MarkJoined, Resume, GiveUp)):
                 self._perform(action)
         assert not any(isinstance(action, Close) for action in others), "who broke the protocol?"
         for peer, header, payload in sends:
@@ -394,7 +401,7 @@ class Worker(Process):
             elif isinstance(action, Connect):
                 self._connect(self._links, 0.0)
                 self._links += 1
-            elif isinstance(action, Keep):
+            elif isinstance(action, MakeResumable):
                 self._keep(*action)
             elif isinstance(action, AddStreams):
                 self._add_streams(*action)
@@ -404,7 +411,7 @@ class Worker(Process):
             self._send(send)
 
     def finish(self, finish):
-        """Take note of the end of an all-reduce, after a look at who else uses its buffer."""
+        """Record the end of an all-reduce, after a look at who else uses its buffer."""
         number = self.world.number_of(finish.operation)
         assert number not in self.ended, f"rank {self.rank}: call {number} ended twice"
         if finish.error is None:
@@ -1027,7 +1034,7 @@ class World:
             links = range(len(worker.session.links))
             assert all(flight.stats(link).in_flight == 0 for link in links)
             assert worker.session.active == 0
-            kept = flight.kept_bytes
+            kept = flight.retained_bytes
             assert not self.faults.spare or kept <= 64, "results are kept that every rank has"
             self.outcome["losses"] += failover.losses
             self.outcome["moved"] += failover.moved

@@ -21,7 +21,7 @@ def joined():
             pool = [stack.enter_context(closing(kind())) for _ in range(reducers)]
             addresses = tuple(reducer.address for reducer in pool)
             # Who is scripted answers no heartbeats, and this machine may be busy.
-            more = {"heartbeats": Heartbeats(patience_s=60.0), **more}
+            more = {"heartbeats": Heartbeats(peer_timeout_s=60.0), **more}
             spec = JobSpec("job", 0, 0, 2, addresses, window, CHUNK, **more)
             settings = WorkerConfig(timeout=timeout_s, connect_timeout=5.0)
             with ThreadPoolExecutor(1) as thread:

@@ -11,21 +11,21 @@ from reducer import kernels
 from reducer.engine import _slots
 from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
-from reducer.engine.limits import Patience
+from reducer.engine.limits import ConnectionLimits
 from reducer.runtime._loop import Loop
-from reducer.runtime.guard import STRANGER_BYTES, Guard
+from reducer.runtime.guard import UNJOINED_BYTES, Guard
 from reducer.runtime.transport import Transport
-from reducer.wire.constants import COMPILED_FEATURES, LONGEST_PATIENCE_MS, MessageType
+from reducer.wire.constants import COMPILED_FEATURES, LONGEST_PEER_TIMEOUT_MS, MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Stream, Welcome, decode, encode
 from tests.transport.scripted import HOST
 
 WAIT_S = 60.0
-PATIENCE = Patience(max_connections=1000, hello_s=10.0)
+PATIENCE = ConnectionLimits(max_connections=1000, hello_s=10.0)
 M = MessageType
 MIB = 1 << 20
 PING = b"\4PING\0\0"
-FLOOD = frame(bytes(MIB))[: 2 * STRANGER_BYTES]  # more than a stranger may say
+FLOOD = frame(bytes(MIB))[: 2 * UNJOINED_BYTES]  # more than a stranger may say
 
 
 class Post:
@@ -80,7 +80,7 @@ class Post:
     def member(self, job, **settings):
         """Join a job."""
         here = settings.pop("came", self.members.get(job, 0) + 1) - 1
-        settings.setdefault("patience_ms", LONGEST_PATIENCE_MS)  # it says nothing by itself
+        settings.setdefault("patience_ms", LONGEST_PEER_TIMEOUT_MS)  # it says nothing by itself
         worker = self.meanwhile(lambda: Worker(self.address, job, **settings))
         self.stack.enter_context(closing(worker))
         self.until(lambda: self.members.get(job, 0) > here)

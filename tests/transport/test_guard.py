@@ -11,7 +11,7 @@ import pytest
 from hostile.intruder import Worker
 from hostile.zmtp import LONG, MORE, dial, frame
 from reducer import tcp_connections
-from reducer.engine.limits import Patience
+from reducer.engine.limits import ConnectionLimits
 from reducer.runtime import guard as guards
 from reducer.runtime.guard import FAREWELL_S
 from reducer.wire.header import Header
@@ -58,11 +58,11 @@ def test_members_may_stay(post):
     rounds(post)
     assert post.members == {"job": 1}
     assert post.closed == 0
-    worker.contribute(0, bytes(2 * guards.STRANGER_BYTES))
+    worker.contribute(0, bytes(2 * guards.UNJOINED_BYTES))
     worker.say(worker.common._replace(type=M.GOODBYE).pack())
     post.until(lambda: post.members == {})
     rounds(post)
-    worker.contribute(0, bytes(2 * guards.STRANGER_BYTES))  # this was under way
+    worker.contribute(0, bytes(2 * guards.UNJOINED_BYTES))  # this was under way
     rounds(post)
     assert post.closed == 0, "it has as much time again as somebody new"
     post.now += PATIENCE.hello_s + 0.1
@@ -81,7 +81,9 @@ def test_who_was_a_member_is_a_stranger(post):
     post.until(lambda: post.closed == 1)
 
 
-@pytest.mark.parametrize("post", [Patience(3, 10.0), Patience(9, 10.0, max_open=3)], indirect=True)
+@pytest.mark.parametrize(
+    "post", [ConnectionLimits(3, 10.0), ConnectionLimits(9, 10.0, max_open=3)], indirect=True
+)
 def test_the_oldest_strangers_make_way(post):
     post.member("job")
     peers = []
@@ -96,7 +98,7 @@ def test_the_oldest_strangers_make_way(post):
         assert post.members == {"job": 1}
 
 
-@pytest.mark.parametrize("post", [Patience(2, 10.0)], indirect=True)
+@pytest.mark.parametrize("post", [ConnectionLimits(2, 10.0)], indirect=True)
 def test_a_job_is_not_pushed_out_by_later_ones(post):
     """There may be too many, as those that were suspended are none until they come back."""
     post.transport.limit(3, 3)
@@ -114,7 +116,7 @@ def test_a_job_is_not_pushed_out_by_later_ones(post):
         assert not any(ended(worker.line.connection) for worker in workers)
 
 
-@pytest.mark.parametrize("post", [Patience(2, 10.0)], indirect=True)
+@pytest.mark.parametrize("post", [ConnectionLimits(2, 10.0)], indirect=True)
 def test_a_reducer_full_of_members_accepts_again_when_one_leaves(post):
     first, _ = [post.member(name) for name in "ab"]
     with ThreadPoolExecutor(1) as thread:
@@ -128,7 +130,7 @@ def test_a_reducer_full_of_members_accepts_again_when_one_leaves(post):
         post.until(lambda: "c" in post.members)
 
 
-@pytest.mark.parametrize("post", [Patience(3, 10.0)], indirect=True)
+@pytest.mark.parametrize("post", [ConnectionLimits(3, 10.0)], indirect=True)
 def test_no_more_are_accepted_than_there_may_be(post):
     with ExitStack() as stack:
         peers = [stack.enter_context(dial(post.address)) for _ in range(30)]

@@ -142,10 +142,10 @@ def test_what_waits_to_be_read_was_heard(post):
     ((_, connection),) = inside.connections(post.guard).items()
     rounds(post)
     worker.say(worker.common.pack())
-    eventually(lambda: connection.line.load(10.0).silent_s == 0.0, 5.0)
-    assert connection.line.load(20.0).silent_s == 0.0  # nobody has read it since
+    eventually(lambda: connection.line.load(10.0).idle_s == 0.0, 5.0)
+    assert connection.line.load(20.0).idle_s == 0.0  # nobody has read it since
     rounds(post)
-    assert connection.line.load(30.0).silent_s > 0
+    assert connection.line.load(30.0).idle_s > 0
 
 
 def test_a_reducer_that_did_not_run_has_missed_nobody(post):

@@ -35,7 +35,7 @@ def connected():
     flight = CompiledFlight(Header(M.HELLO))
     made = Transport(flight, heartbeats=Heartbeats(0.1, 60.0))
     with closing(made) as transport, closing(Reducer()) as reducer:
-        flight.add_link(1 << 30, keep=False)
+        flight.add_link(1 << 30, retain=False)
         transport.connect(reducer.address)
         meet(transport, reducer)
         transport.wait(0)

@@ -168,7 +168,7 @@ def alone():
         reducers = [stack.enter_context(closing(Reducer())) for _ in range(2)]
         transport = stack.enter_context(closing(Transport(flight)))
         for link, reducer in enumerate(reducers):
-            flight.add_link(1 << 30, keep=True)
+            flight.add_link(1 << 30, retain=True)
             flight.open(link)
             transport.connect(reducer.address)
         meet(transport, *reducers)

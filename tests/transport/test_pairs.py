@@ -13,7 +13,7 @@ from reducer import kernels
 from reducer.engine import _slots
 from reducer.engine.admission import ReducerIdentity
 from reducer.engine.engine import Engine
-from reducer.engine.limits import Patience
+from reducer.engine.limits import ConnectionLimits
 from reducer.runtime import transport as reducer_transport
 from reducer.runtime._loop import Loop
 from reducer.runtime.guard import FAREWELL_S, Guard
@@ -64,12 +64,12 @@ class Ends:
         stack.callback(self.reducer.close)
         identity = ReducerIdentity("1", "here:1")
         self.engine = engine(kernels.select(None), _slots, identity, memory_limit=MIB)
-        self.guard = Guard(self.engine, self.reducer, Patience(10, 1.0))
+        self.guard = Guard(self.engine, self.reducer, ConnectionLimits(10, 1.0))
         self._loop = Loop(self.engine, self.reducer, self.guard)
         self.flight = CompiledFlight(Header(MessageType.HELLO))
         self.worker = worker_transport.Transport(self.flight, context)
         stack.enter_context(closing(self.worker))
-        self.flight.add_link(1 << 30, keep=True)
+        self.flight.add_link(1 << 30, retain=True)
         self.flight.open(0)
         self.worker.connect(self.reducer.inproc)
         self.news = []

@@ -9,7 +9,7 @@ from hostile.intruder import LARGEST_CHUNK, WINDOW, Worker
 from hostile.lines import Bare
 from reducer.clock import MOST_S, ServingTime
 from reducer.engine import engine
-from reducer.wire.constants import LONGEST_PATIENCE_MS, MessageType
+from reducer.wire.constants import LONGEST_PEER_TIMEOUT_MS, MessageType
 from reducer.wire.header import Header
 from reducer.wire.messages import Hello, encode
 from tests.conftest import reducer_here
@@ -52,7 +52,7 @@ class Paused:
 
     def join(self, rank):
         """Become a rank of a job of two, which says nothing by itself."""
-        worker = Worker(self.server.address, "job", rank, patience_ms=LONGEST_PATIENCE_MS)
+        worker = Worker(self.server.address, "job", rank, patience_ms=LONGEST_PEER_TIMEOUT_MS)
         answer(worker, M.WELCOME)
         return closing(worker)
 
@@ -70,7 +70,7 @@ class Paused:
 @pytest.fixture
 def paused(monkeypatch):
     monotonic = time.monotonic
-    monkeypatch.setattr(engine, "AWAY_S", PATIENCE_S)
+    monkeypatch.setattr(engine, "UNREACHABLE_S", PATIENCE_S)
     paused = Paused()
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + paused.leaps)
     with reducer_here(handshake_timeout=PATIENCE_S / 2) as paused.server:
@@ -97,7 +97,7 @@ def test_a_pause_counts_for_nobody(paused):
             assert (paused.connections, paused.server.counters.closed) == (2, 0)
             assert hears_nothing(first)
             # A stranger may still say who it is, and a rank come back.
-            patient = {"chunk_bytes": LARGEST_CHUNK, "patience_ms": LONGEST_PATIENCE_MS}
+            patient = {"chunk_bytes": LARGEST_CHUNK, "patience_ms": LONGEST_PEER_TIMEOUT_MS}
             hello = Hello("job", 2, 1, 0, **patient)
             line.say(first.common._replace(rank=1, window=WINDOW).pack(), encode(hello))
             assert Header.unpack(line.hear()[0]).type is M.WELCOME

@@ -11,9 +11,9 @@ import pytest
 
 from hostile.lines import Bare
 from hostile.zmtp import MORE, frame
-from reducer.engine.limits import Patience
+from reducer.engine.limits import ConnectionLimits
 from reducer.errors import MembershipError, ReducerLostError, ReductionTimeout
-from reducer.wire.constants import RESUME_S, SHORTEST_PATIENCE_MS, Feature
+from reducer.wire.constants import RESUME_S, SHORTEST_PEER_TIMEOUT_MS, Feature
 from reducer.wire.header import Header
 from reducer.wire.messages import Stream, decode, decode_error, encode, encode_error
 from tests import inside
@@ -217,9 +217,9 @@ def test_what_has_come_is_read_first(post):
 
 
 def test_nobody_is_too_silent_meanwhile(post):
-    worker, other = two(post, patience_ms=SHORTEST_PATIENCE_MS)
+    worker, other = two(post, patience_ms=SHORTEST_PEER_TIMEOUT_MS)
     leave(post, worker.line.connection)
-    until = time.monotonic() + 1.5 * SHORTEST_PATIENCE_MS / 1000
+    until = time.monotonic() + 1.5 * SHORTEST_PEER_TIMEOUT_MS / 1000
     while time.monotonic() < until:
         post.now = time.monotonic()
         other.say(other.common._replace(type=M.STRAGGLERS).pack())
@@ -227,7 +227,7 @@ def test_nobody_is_too_silent_meanwhile(post):
     agreed(post, resume(post, worker, worker.line.connection.heard))
 
 
-@pytest.mark.parametrize("post", [Patience(max_connections=2, hello_s=10.0)], indirect=True)
+@pytest.mark.parametrize("post", [ConnectionLimits(max_connections=2, hello_s=10.0)], indirect=True)
 def test_a_full_reducer_has_room_for_it_also_if_it_breaks_before_the_answer(post):
     worker, _ = two(post)
     leave(post, worker.line.connection)

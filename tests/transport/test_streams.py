@@ -3,7 +3,7 @@
 import pytest
 
 from hostile.zmtp import MORE, dial, frame
-from reducer.engine.limits import Patience
+from reducer.engine.limits import ConnectionLimits
 from reducer.errors import RankLostError
 from reducer.wire.constants import Feature
 from reducer.wire.header import Header
@@ -45,7 +45,7 @@ def test_what_comes_after_the_end_of_a_stream_is_heard(post):
     assert str(error) == "rank 0 left the job"
 
 
-@pytest.mark.parametrize("post", [Patience(3, 10.0, max_open=5)], indirect=True)
+@pytest.mark.parametrize("post", [ConnectionLimits(3, 10.0, max_open=5)], indirect=True)
 def test_streams_push_out_no_first_connection(post):
     lines = [post.stream(worker) for worker in two(post)]
     post.member("other", features=STREAMS)

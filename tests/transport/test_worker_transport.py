@@ -71,7 +71,7 @@ def test_a_call_wakes_the_loop_at_once(joined):
 def transport():
     """A transport without a client."""
     flight = CompiledFlight(Header(M.CONTRIBUTION))
-    flight.add_link(MIB, keep=False)
+    flight.add_link(MIB, retain=False)
     with contextlib.closing(Transport(flight)) as transport:
         yield transport
 

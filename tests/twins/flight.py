@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import ReductionError
 from reducer.wire.constants import MAX_CHUNK_BYTES, MAX_ROUNDS_AHEAD, MessageType
 from reducer.wire.header import Buffer, Header, check_chunk
-from reducer.wire.layout import charge
+from reducer.wire.layout import cost
 from worker_client.protocol.flight import Carried, LinkShard, LinkStats, Send
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation
 
 
-class _State(Enum):
+class _ChunkState(Enum):
     """Where a chunk is."""
 
     QUEUED = auto()
@@ -46,7 +46,7 @@ class _Chunk:
         self.number = number
         self.offset = offset
         self.nbytes = nbytes
-        self.state = _State.QUEUED
+        self.state = _ChunkState.QUEUED
         self.sent_at = 0.0
         self.result: Buffer | None = None
 
@@ -88,25 +88,26 @@ class _Link:
     """
 
     __slots__ = (
-        "calm",
         "flying",
         "in_flight",
-        "keep",
         "open",
+        "pings_suppressed",
         "queue",
         "received",
         "results",
+        "retain",
         "rtt",
         "rtt_min",
         "sent",
         "window",
     )
 
-    def __init__(self, window: int, keep: bool) -> None:
+    def __init__(self, window: int, retain: bool) -> None:
         self.window = window
-        self.keep = keep
+        self.retain = retain
         self.open = False
-        self.calm = False  # the reducer's latest PING had no body: another such is no news
+        # The reducer's latest PING had no body: another such is no news.
+        self.pings_suppressed = False
         self.in_flight = 0
         self.queue: list[_Chunk] = []
         self.flying: list[_Chunk] = []
@@ -114,7 +115,7 @@ class _Link:
         self.rtt = self.rtt_min = 0.0
 
     def measure(self, sample: float) -> None:
-        """Take note of how long a result took."""
+        """Record how long a result took."""
         self.rtt_min = min(self.rtt_min or sample, sample)
         self.rtt += (sample - self.rtt) / 8 if self.rtt else sample
 
@@ -129,15 +130,15 @@ class PlainFlight:
         self._ended: dict[int, _Progress] = {}  # those whose results are kept
         self._next_sequence = 0
         self.reached = 0
-        self.kept_bytes = 0
+        self.retained_bytes = 0
 
     @property
     def watermark(self) -> int:
         return next(iter(self._active), self._next_sequence)
 
-    def add_link(self, window: int, keep: bool, in_place: bool = False) -> None:
+    def add_link(self, window: int, retain: bool, in_place: bool = False) -> None:
         del in_place  # libzmq has whole messages
-        self._links.append(_Link(window, keep))
+        self._links.append(_Link(window, retain))
 
     def submit(
         self, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int, epoch: int
@@ -160,11 +161,11 @@ class PlainFlight:
             insort(self._links[chunk.link].queue, chunk, key=_place)
 
     def open(self, link: int) -> None:
-        its = self._links[link]
-        its.open, its.calm = True, False
+        link_ = self._links[link]
+        link_.open, link_.pings_suppressed = True, False
 
-    def set_calm(self, link: int, calm: bool) -> None:
-        self._links[link].calm = calm
+    def suppress_pings(self, link: int, pings_suppressed: bool) -> None:
+        self._links[link].pings_suppressed = pings_suppressed
 
     def set_window(self, link: int, nbytes: int) -> None:
         self._links[link].window = nbytes
@@ -173,9 +174,15 @@ class PlainFlight:
         self._links[link].rtt_min = 0.0
 
     def stats(self, link: int) -> LinkStats:
-        its = self._links[link]
+        link_ = self._links[link]
         return LinkStats(
-            its.window, its.in_flight, its.sent, its.received, its.results, its.rtt, its.rtt_min
+            link_.window,
+            link_.in_flight,
+            link_.sent,
+            link_.received,
+            link_.results,
+            link_.rtt,
+            link_.rtt_min,
         )
 
     def refill(self, now: float) -> list[Send]:
@@ -189,12 +196,17 @@ class PlainFlight:
         return sends
 
     def take(self, link: int, frame: Buffer, payload: Buffer, now: float) -> list[int] | None:
-        its = self._links[link]
+        link_ = self._links[link]
         try:
             header = Header.unpack(frame)
         except ReductionError:
             return None
-        if header.type is MessageType.PING and not payload and its.open and its.calm:
+        if (
+            header.type is MessageType.PING
+            and not payload
+            and link_.open
+            and link_.pings_suppressed
+        ):
             self.confirm(header.watermark)
             return []
         chunk = self._match(link, header, payload)
@@ -203,14 +215,14 @@ class PlainFlight:
         progress = chunk.of
         assert progress.operation is not None
         progress.operation.view[header.offset : header.offset + header.nbytes] = payload
-        its.measure(now - chunk.sent_at)
+        link_.measure(now - chunk.sent_at)
         progress.answered = progress.answered or now
-        self._settle(chunk, _State.DONE)
-        its.received += header.nbytes
-        its.results += 1
-        if its.keep:
+        self._settle(chunk, _ChunkState.DONE)
+        link_.received += header.nbytes
+        link_.results += 1
+        if link_.retain:
             chunk.result = payload
-            self.kept_bytes += chunk.nbytes
+            self.retained_bytes += chunk.nbytes
         self.confirm(header.watermark)
         progress.remaining -= 1
         if progress.remaining:
@@ -243,17 +255,17 @@ class PlainFlight:
 
     def waits_for(self, link: int, sequence: int) -> bool:
         chunks = self._chunks(sequence)
-        return any(chunk.link == link and chunk.state is _State.SENT for chunk in chunks)
+        return any(chunk.link == link and chunk.state is _ChunkState.SENT for chunk in chunks)
 
     def forget(self, link: int, sequence: int) -> None:
         for chunk in self._chunks(sequence):
             if chunk.link == link:
-                self._settle(chunk, _State.DROPPED)
+                self._settle(chunk, _ChunkState.DROPPED)
 
     def end(self, sequence: int) -> None:
         progress = self._active.pop(sequence)
         for chunk in progress.chunks.values():
-            self._settle(chunk, _State.DROPPED)
+            self._settle(chunk, _ChunkState.DROPPED)
         self._release(progress)
 
     def needs(self, link: int) -> list[int]:
@@ -261,7 +273,7 @@ class PlainFlight:
             sequence
             for sequence, progress in self._active.items()
             if any(
-                chunk.link == link and chunk.state is not _State.DONE
+                chunk.link == link and chunk.state is not _ChunkState.DONE
                 for chunk in progress.chunks.values()
             )
         ]
@@ -270,8 +282,8 @@ class PlainFlight:
         self._links[link].open = False
         for sequence in self._active:
             for chunk in self._chunks(sequence):
-                if chunk.link == link and chunk.state is not _State.DROPPED:
-                    self._settle(chunk, _State.STRANDED)
+                if chunk.link == link and chunk.state is not _ChunkState.DROPPED:
+                    self._settle(chunk, _ChunkState.STRANDED)
 
     def carried(self, link: int, sequence: int | None = None) -> list[Carried]:
         alive = {**self._ended, **self._active}
@@ -283,23 +295,23 @@ class PlainFlight:
                 chunk.offset,
                 chunk.home,
                 chunk.number,
-                chunk.state is _State.DONE,
+                chunk.state is _ChunkState.DONE,
             )
             for at, progress in wanted.items()
             for chunk in progress.chunks.values()
-            if chunk.link == link and chunk.state is not _State.DROPPED
+            if chunk.link == link and chunk.state is not _ChunkState.DROPPED
         ]
 
     def move(self, sequence: int, offset: int, link: int) -> None:
         progress = self._active.get(sequence) or self._ended[sequence]
         chunk = progress.chunks[offset]
-        self._settle(chunk, _State.STRANDED)
+        self._settle(chunk, _ChunkState.STRANDED)
         chunk.link = link
-        if chunk.state is not _State.DONE:
-            chunk.state = _State.QUEUED
+        if chunk.state is not _ChunkState.DONE:
+            chunk.state = _ChunkState.QUEUED
             insort(self._links[link].queue, chunk, key=_place)
 
-    def kept(self, sequence: int, offset: int) -> tuple[bytes, Buffer] | None:
+    def retained(self, sequence: int, offset: int) -> tuple[bytes, Buffer] | None:
         progress = self._active.get(sequence) or self._ended.get(sequence)
         chunk = progress.chunks.get(offset) if progress else None
         if chunk is None or chunk.result is None:
@@ -321,7 +333,7 @@ class PlainFlight:
     def _release(self, progress: _Progress) -> None:
         for chunk in progress.chunks.values():
             if chunk.result is not None:
-                self.kept_bytes -= chunk.nbytes
+                self.retained_bytes -= chunk.nbytes
         # Chunks refer to what they are part of: cut that knot, and the buffer is free at once.
         progress.chunks.clear()
 
@@ -332,18 +344,18 @@ class PlainFlight:
     def _sent(self, link: int, sequence: int, offset: int) -> _Chunk | None:
         progress = self._active.get(sequence)
         chunk = progress.chunks.get(offset) if progress else None
-        found = chunk is not None and chunk.link == link and chunk.state is _State.SENT
+        found = chunk is not None and chunk.link == link and chunk.state is _ChunkState.SENT
         return chunk if found else None
 
-    def _settle(self, chunk: _Chunk, state: _State) -> None:
+    def _settle(self, chunk: _Chunk, state: _ChunkState) -> None:
         """Take a chunk out of flight or off its queue, unless it is done."""
         link = self._links[chunk.link]
-        if chunk.state is _State.QUEUED:
+        if chunk.state is _ChunkState.QUEUED:
             _take_out(link.queue, chunk)
-        if chunk.state is _State.SENT:
+        if chunk.state is _ChunkState.SENT:
             _take_out(link.flying, chunk)
-            link.in_flight -= charge(chunk.nbytes)
-        if chunk.state is not _State.DONE:
+            link.in_flight -= cost(chunk.nbytes)
+        if chunk.state is not _ChunkState.DONE:
             chunk.state = state
 
     def _next(self, index: int, now: float) -> Send | None:
@@ -358,15 +370,15 @@ class PlainFlight:
         # What was moved here may precede all in flight; that must not wait for them, as at another
         # rank they may wait for it.
         first = not link.flying or _place(chunk) < _place(link.flying[0])
-        if link.in_flight + charge(chunk.nbytes) > link.window and not first:
+        if link.in_flight + cost(chunk.nbytes) > link.window and not first:
             return None
         _take_out(link.queue, chunk)
         insort(link.flying, chunk, key=_place)
-        chunk.state = _State.SENT
+        chunk.state = _ChunkState.SENT
         chunk.sent_at = now
         if not chunk.of.answered:
             chunk.of.sent = now
-        link.in_flight += charge(chunk.nbytes)
+        link.in_flight += cost(chunk.nbytes)
         link.sent += chunk.nbytes
         header = header._replace(watermark=self.watermark, offset=chunk.offset, nbytes=chunk.nbytes)
         assert operation is not None

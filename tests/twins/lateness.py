@@ -34,7 +34,7 @@ class _Rank:
     """What is known of a rank; `lateness.h` explains the names."""
 
     def __init__(self) -> None:
-        self.heard_in = -1
+        self.latest_sequence = -1
         self.until_us = 0
         self.cost_us = [0, 0]
         self.waits = [[_Counts() for _ in Cause] for _ in Span]
@@ -52,29 +52,29 @@ class Lateness:
         self._ranks: dict[int, _Rank] = {}  # that have been heard
         self._all = [[_Counts() for _ in Cause] for _ in Span]
 
-    def hear(self, rank: int, sequence: int, now_us: int, alone_us: int) -> None:
-        its = self._ranks.get(rank)
-        if its is None:
-            its = self._ranks[rank] = _Rank()
+    def record(self, rank: int, sequence: int, now_us: int, alone_us: int) -> None:
+        known = self._ranks.get(rank)
+        if known is None:
+            known = self._ranks[rank] = _Rank()
         if alone_us != 0:
-            goes_on = sequence == its.heard_in
-            if alone_us > its.until_us and not goes_on:
-                self._close(its)
+            goes_on = sequence == known.latest_sequence
+            if alone_us > known.until_us and not goes_on:
+                self._close(known)
             cause = Cause.SLOW if goes_on else Cause.LATE
-            its.cost_us[cause] += max(0, now_us - alone_us - sum(its.cost_us))
-            its.until_us = now_us
-        its.heard_in = sequence
+            known.cost_us[cause] += max(0, now_us - alone_us - sum(known.cost_us))
+            known.until_us = now_us
+        known.latest_sequence = sequence
 
-    def _close(self, its: _Rank) -> None:
-        late, slow = its.cost_us
+    def _close(self, known: _Rank) -> None:
+        late, slow = known.cost_us
         us = late + slow
         if us == 0:
             return
         cause = Cause.LATE if late >= slow else Cause.SLOW
-        for spans in (its.waits, self._all):
+        for spans in (known.waits, self._all):
             for span in (Span.NOW, Span.EVER):
                 spans[span][cause].add(us)
-        its.cost_us = [0, 0]
+        known.cost_us = [0, 0]
 
     def turn(self) -> None:
         for spans in (self._all, *(one.waits for one in self._ranks.values())):
@@ -84,12 +84,12 @@ class Lateness:
         return self._all[span][cause].told()
 
     def waits(self, rank: int, span: Span, cause: Cause) -> Waits:
-        its = self._ranks.get(rank)
-        return Waits() if its is None else its.waits[span][cause].told()
+        known = self._ranks.get(rank)
+        return Waits() if known is None else known.waits[span][cause].told()
 
     def us(self, lately: bool) -> list[int]:
         spans = LATELY if lately else (Span.EVER,)
         lost = [0] * self._world_size if self._ranks else []
-        for rank, its in self._ranks.items():
-            lost[rank] = sum(its.waits[at][why].us for at in spans for why in Cause)
+        for rank, known in self._ranks.items():
+            lost[rank] = sum(known.waits[at][why].us for at in spans for why in Cause)
         return lost

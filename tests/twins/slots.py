@@ -22,7 +22,7 @@ from reducer.engine.slots import (
 from reducer.errors import RankLostError, ReductionError
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Buffer, Header
-from reducer.wire.layout import charge
+from reducer.wire.layout import cost
 from reducer.wire.states import LinkState
 from tests.twins.lateness import Lateness
 
@@ -110,7 +110,7 @@ class Round:
     """
 
     __slots__ = (
-        *("_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_told"),
+        *("_done", "_of", "_sequence", "_slots", "_spoke", "_tally", "_error_sent"),
         *("_world_size", "error", "first", "times", "touched"),
     )
 
@@ -127,7 +127,7 @@ class Round:
         self._done: set[int] = set()  # offsets whose result was sent
         # In exits: when ranks have said something, first and last, and were sent the error.
         self._spoke: dict[int, tuple[int, int]] = {}
-        self._told: dict[int, int] = {}
+        self._error_sent: dict[int, int] = {}
 
     @property
     def open(self) -> int:
@@ -155,7 +155,7 @@ class Round:
         if payload is not None:
             alone_us = slot.alone_us if slot.missing == 0 and not slot.holders else 0
             now_us = self._of.now_us
-            self._of.lateness.hear(header.rank, self._sequence, now_us, alone_us)
+            self._of.lateness.record(header.rank, self._sequence, now_us, alone_us)
             if self._of.keeps_times:
                 self.times = _noted(self.times, slot, header.rank, now_us)
             if slot.missing == 1:
@@ -191,7 +191,7 @@ class Round:
         slots, self._slots = self._slots, {}
         for slot in slots.values():
             self._close(slot)
-        return ((rank, charge(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
+        return ((rank, cost(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
 
     def _close(self, slot: Slot) -> None:
         self._tally.open -= 1
@@ -213,20 +213,20 @@ class Round:
         at, reason = self._of.latest_exit(rank)
         return reason if self._spoke.get(rank, (at, at))[0] < at else None
 
-    def hear(self, rank: int) -> None:
+    def note_message(self, rank: int) -> None:
         now = self._of.exits
         self._spoke[rank] = self._spoke.get(rank, (now, now))[0], now
 
-    def untold(self) -> set[int]:
+    def without_error(self) -> set[int]:
         left = {rank: self._of.latest_exit(rank)[0] for rank in self._spoke}
         return {
             rank
             for rank, (_, at) in self._spoke.items()
-            if at >= left[rank] and self._told.get(rank, -1) < left[rank]
+            if at >= left[rank] and self._error_sent.get(rank, -1) < left[rank]
         }
 
-    def tell(self, rank: int) -> None:
-        self._told[rank] = self._of.exits
+    def note_error_sent(self, rank: int) -> None:
+        self._error_sent[rank] = self._of.exits
 
 
 class Rounds:
@@ -237,7 +237,7 @@ class Rounds:
 
     Attributes:
         reserved: bytes that contributions and records of the job may take.
-        most: rounds that there may be.
+        limit: rounds that there may be.
         exits: how often a rank has left the job.
         now_us: when what is placed next has come, in microseconds of a monotonic clock.
         keeps_times: whether `take_times` is asked.
@@ -248,7 +248,7 @@ class Rounds:
         self.reserved = 0
         self.now_us = 0
         self.lateness = Lateness(world_size)
-        self.most = NO_SEQUENCE
+        self.limit = NO_SEQUENCE
         self.exits = 0
         self.world_size = world_size
         self.tally = Tally()
@@ -268,7 +268,7 @@ class Rounds:
         ended, self._ended = self._ended, []
         return ended
 
-    def taken(self) -> int:
+    def used(self) -> int:
         rounds = len(self._rounds) * (ROUND_BYTES + self.world_size * RANK_BYTES)
         waiting = self.tally.open * SLOT_BYTES + self.tally.missing * PLACE_BYTES
         lateness = self.world_size * LATENESS_BYTES if self._touches else 0

@@ -111,7 +111,7 @@ def test_only_the_named_sender_says_a_message():
         (3, "-1 for all of them", messages.ALL_REDUCERS == -1),
         (3, "1 to 128 bytes", constants.MAX_JOB_NAME_BYTES == 128),
         (4, "is a block of 252 values", constants.BLOCK_VALUES == 252),
-        (5, "least 1024 bytes", constants.MIN_CHARGE == 1024),
+        (5, "least 1024 bytes", constants.MIN_COST == 1024),
         (5, "below watermark + 2097152", constants.MAX_ROUNDS_AHEAD == 2097152),
         (5, "up to 127 all-reduces", constants.PLACES == 128),
         (5, "up to 4 of the largest chunks", constants.SPARE_CHUNKS == 4),

@@ -11,9 +11,9 @@ from reducer.wire.layout import (
     LARGEST_CHUNK,
     MIN_SHARD,
     SMALLEST_CHUNK,
-    charge,
     chunk_size,
     chunk_size_of,
+    cost,
     mixed_weights,
     shards,
 )
@@ -96,7 +96,7 @@ def test_short_shards_have_shorter_chunks(total, count, measure, nbytes):
 
 
 def test_the_smallest_contribution_takes_something_of_a_window():
-    assert [charge(nbytes) for nbytes in (0, 1, 1024, 1025)] == [1024, 1024, 1024, 1025]
+    assert [cost(nbytes) for nbytes in (0, 1, 1024, 1025)] == [1024, 1024, 1024, 1025]
 
 
 @pytest.mark.parametrize("workers", range(1, 10))

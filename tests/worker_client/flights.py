@@ -9,11 +9,11 @@ WINDOW = 4096  # four small contributions
 _next = {}  # number of each flight, by its id
 
 
-def make(links=2, window=WINDOW, keep=False, kind=CompiledFlight, **identity):
+def make(links=2, window=WINDOW, retain=False, kind=CompiledFlight, **identity):
     """A flight whose links are shut."""
     flight = kind(IDENTITY._replace(**identity))
     for _ in range(links):
-        flight.add_link(window, keep)
+        flight.add_link(window, retain)
     _next[id(flight)] = 0
     return flight
 

@@ -198,7 +198,7 @@ def test_all_pieces_are_on_the_way_once_they_are_in_host_memory(job, devices):
     works = [clients[0].all_reduce(tensors[0], "sum")]
     flat = inside.flat(clients[0])
     eventually(lambda: flat.session.active >= 10)
-    assert all(piece.prepare is None for piece in flat.open)
+    assert all(piece.fill is None for piece in flat.open)
     works.append(clients[1].all_reduce(tensors[1], "sum"))
     for work in works:
         work.wait(20)

@@ -57,7 +57,7 @@ class Script:
         return lambda *words: asked(*map(int, words)) if callable(asked) else asked
 
     def keep(self):
-        self.flight = opened(keep=True)
+        self.flight = opened(retain=True)
 
     def window(self, link, nbytes):
         self.flight.set_window(int(link), int(nbytes))
@@ -101,7 +101,7 @@ class Script:
         )
 
     def kept(self, number, offset):
-        found = self.flight.kept(int(number), int(offset))
+        found = self.flight.retained(int(number), int(offset))
         return found and f"{Header.unpack(found[0]).nbytes} bytes"
 
 
@@ -227,7 +227,7 @@ def test_a_ping_is_taken_if_it_names_nobody_as_the_one_before(flight):
     submit(flight, operation(bytes(64)), [LinkShard(0, 0, 64)], 64, 0)
     flight.end(0)
     assert take(flight, 0, ping, b"", 1.0) is None, "it may be the first that names nobody"
-    flight.set_calm(0, True)
+    flight.suppress_pings(0, True)
     assert take(flight, 1, ping, b"", 1.0) is None, "another reducer may have named somebody"
     assert take(flight, 0, ping, b"{}", 1.0) is None
     assert flight.reached == 0
@@ -277,7 +277,7 @@ def test_links_are_measured(flight):
 
 
 def test_the_buffer_lives_as_long_as_the_flight_needs_it():
-    flight = opened(keep=True)
+    flight = opened(retain=True)
     buffers = [bytearray(64) for _ in range(3)]
     for sequence, buffer in enumerate(buffers):
         mine = Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0)
@@ -296,18 +296,18 @@ def test_the_buffer_lives_as_long_as_the_flight_needs_it():
     del sends
     for buffer in buffers:
         buffer.append(0)
-    assert flight.kept_bytes == 128
+    assert flight.retained_bytes == 128
 
 
 def test_a_result_is_kept_until_every_rank_has_it():
-    flight = opened(keep=True)
+    flight = opened(retain=True)
     mine = operation(bytes(range(256)))
     submit(flight, mine, [LinkShard(0, 0, 128), LinkShard(1, 128, 256)], 64, 5)
     for send in flight.refill(1.0):
         answer(flight, send)
-    assert flight.kept_bytes == 256
+    assert flight.retained_bytes == 256
     mine.view[:] = bytes(256)  # it is the caller's again
-    frame, payload = flight.kept(0, 128)
+    frame, payload = flight.retained(0, 128)
     assert bytes(payload) == bytes(255 - byte for byte in range(128, 192))
     expected = {"type": MessageType.RETAINED, "epoch": 5, "watermark": 1, "offset": 128}
     answered = header_of(send)._replace(**expected)
@@ -315,7 +315,7 @@ def test_a_result_is_kept_until_every_rank_has_it():
 
 
 def test_what_is_moved_is_sent_no_further_ahead_than_anything():
-    flight = opened(keep=True)
+    flight = opened(retain=True)
     flight.set_window(0, 1 << 30)
     for sequence in (0, MAX_ROUNDS_AHEAD - 1, MAX_ROUNDS_AHEAD):
         asked = operation(1)

@@ -24,7 +24,7 @@ class Twin:
 
 
 def kept(twin, sequence, offset):
-    found = twin.flight.kept(sequence, offset)
+    found = twin.flight.retained(sequence, offset)
     return found and (Header.unpack(found[0]), bytes(found[1]))
 
 
@@ -35,14 +35,14 @@ class Twins(RuleBasedStateMachine):
         links=st.integers(1, 3),
         rank=st.integers(0, 2),
         window=st.sampled_from([1, WINDOW]),
-        keep=st.booleans(),
+        retain=st.booleans(),
     )
-    def begin(self, links, rank, window, keep):
+    def begin(self, links, rank, window, retain):
         self.links = links
         self.now = 0.0
         self.active = set()
         kinds = PlainFlight, CompiledFlight
-        made = [make(links, window, keep, kind, rank=rank) for kind in kinds]
+        made = [make(links, window, retain, kind, rank=rank) for kind in kinds]
         self.twins = [Twin(flight) for flight in made]
 
     def both(self, ask):
@@ -146,14 +146,14 @@ class Twins(RuleBasedStateMachine):
         link, reached = self.link(choice), choice.randint(0, self.twins[0].flight.watermark)
         ping = Header(MessageType.PING, watermark=reached).pack()
         if self.both(lambda twin: take(twin.flight, link, ping, payload, self.now)) is None:
-            self.both(lambda twin: twin.flight.set_calm(link, not payload))
+            self.both(lambda twin: twin.flight.suppress_pings(link, not payload))
 
     @invariant()
     def they_agree(self):
         plain, compiled = (twin.flight for twin in self.twins)
         assert plain.watermark == compiled.watermark
         assert plain.reached == compiled.reached
-        assert plain.kept_bytes == compiled.kept_bytes
+        assert plain.retained_bytes == compiled.retained_bytes
         for link in range(self.links):
             stats = plain.stats(link)
             assert compiled.stats(link)[:7] == pytest.approx(stats[:7], abs=1e-6)

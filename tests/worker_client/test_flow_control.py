@@ -9,7 +9,7 @@ from worker_client.protocol.flow_control import (
     MOST_BYTES,
     SAMPLES,
     FlowControl,
-    most_per_link,
+    window_limit,
 )
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def run(flow, path, rounds):
     ],
 )
 def test_the_most_that_is_asked_for(forced, chunk, reducers, expected):
-    assert most_per_link(forced, chunk, reducers) == expected
+    assert window_limit(forced, chunk, reducers) == expected
 
 
 NEAR = {"rate": 12e6, "rtt_s": 0.001}
@@ -99,7 +99,7 @@ FAR = {"rate": 1.2e9, "rtt_s": 0.010}  # it holds 12 MB
         pytest.param(FAR, MIB, {}, 5, MIB, id="no more than the reducer allows"),
         pytest.param(FAR, 100 * KIB, {}, 0, 100 * KIB, id="less than two chunks"),
         pytest.param(FAR, 5 * MIB, {"forced": True}, 5, 5 * MIB, id="forced"),
-        pytest.param(FAR, MIB, {"grows": True, "round_trip_s": 0.009}, 5, MIB, id="not far"),
+        pytest.param(FAR, MIB, {"can_grow": True, "round_trip_s": 0.009}, 5, MIB, id="not far"),
     ],
 )
 def test_windows(path, most, flow, rounds, window):
@@ -144,25 +144,25 @@ def test_windows_of_a_far_network_grow_to_256_mib_in_all():
     path = Path(2, rate=1e9, rtt_s=0.1)
     flow = FlowControl(path, 64 * KIB, forced=False)
     for link in range(2):
-        flow.admit(link, MOST_BYTES // 2, 1.0, 0.1, grows=True)
+        flow.admit(link, MOST_BYTES // 2, 1.0, 0.1, can_grow=True)
     for now in range(10):
         run(flow, path, 1)
         assert all(window <= 128 * MIB for window in path.windows)
         for link, asked in flow.asks(now):
             assert asked > path.windows[link]
-            flow.grant(link, asked)
+            flow.raise_limit(link, asked)
     assert path.windows == [128 * MIB] * 2
     flow.admit(0, MOST_BYTES // 2, 1.0, 0.1)  # a reducer of an earlier version
-    flow.grant(0, 64 * MIB)
+    flow.raise_limit(0, 64 * MIB)
     run(flow, path, 5)
     assert path.windows == [MOST_BYTES // 2, 128 * MIB]
 
 
 def test_who_asks_in_vain_waits_twice_as_long():
-    path, flow = one_link(rate=1e8, rtt_s=0.1, most=MIB, round_trip_s=0.1, grows=True)
+    path, flow = one_link(rate=1e8, rtt_s=0.1, most=MIB, round_trip_s=0.1, can_grow=True)
     run(flow, path, 5)
     assert [now for now in range(20) if flow.asks(float(now))] == [0, 1, 3, 7, 15]
-    flow.grant(0, 2 * MIB)
+    flow.raise_limit(0, 2 * MIB)
     assert [now for now in range(31, 40) if flow.asks(float(now))] == [31, 32, 34, 38]
 
 
@@ -170,7 +170,7 @@ def test_a_far_link_that_is_gone_holds_up_no_looks():
     path = Path(2, rate=3e8, rtt_s=0.005)
     flow = FlowControl(path, 64 * KIB, forced=False)
     flow.admit(0, MOST_BYTES, 1.0, 0.005)
-    flow.admit(1, MOST_BYTES, 1.0, 0.3, grows=True)
+    flow.admit(1, MOST_BYTES, 1.0, 0.3, can_grow=True)
     flow.dismiss(1)
     for now in range(5):
         path.begin(float(now))
@@ -181,7 +181,7 @@ def test_a_far_link_that_is_gone_holds_up_no_looks():
 
 
 def test_a_burst_of_a_far_network_is_no_rate():
-    path, flow = one_link(rate=1e7, rtt_s=0.2, most=MOST_BYTES, round_trip_s=0.2, grows=True)
+    path, flow = one_link(rate=1e7, rtt_s=0.2, most=MOST_BYTES, round_trip_s=0.2, can_grow=True)
     for _ in range(3):
         path.begin(0.0)
     path.received[0] = MIB

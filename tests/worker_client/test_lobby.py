@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from reducer.errors import ReducerLostError, RemoteProtocolError
-from worker_client.communicators.lobby import Application, Lobby, Offer
+from worker_client.communicators.newcomers import MembershipRequest, NewcomerRendezvous, Proposal
 from worker_client.protocol.spec import JobSpec
 
 SPEC = JobSpec("job", 0, 0, 2, ("a:1",), 0)
@@ -14,7 +14,7 @@ OFFER = {"world_size": 4, "lost": [0, 2], "run": "a run", "generation": 1}
 
 
 def test_an_offer():
-    assert Offer.parse(OFFER) == Offer(4, [0, 2], "a run", 1)
+    assert Proposal.parse(OFFER) == Proposal(4, [0, 2], "a run", 1)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def test_an_offer():
 def test_what_is_no_offer(change):
     """Of four ranks the last is the one that joins, and is not lost."""
     with pytest.raises(RemoteProtocolError, match="no offer"):
-        Offer.parse({**OFFER, **change})
+        Proposal.parse({**OFFER, **change})
 
 
 class Silent:
@@ -47,7 +47,7 @@ class Silent:
 
 def test_a_lobby_to_which_nobody_comes_ends_when_it_is_stopped():
     communicator = Silent()
-    lobby = Lobby(lambda _: communicator, SPEC, lambda: Offer(**OFFER))
+    lobby = NewcomerRendezvous(lambda _: communicator, SPEC, lambda: Proposal(**OFFER))
     assert communicator.asked.wait(10)
     lobby.stop()
     assert communicator.stopped
@@ -56,5 +56,5 @@ def test_a_lobby_to_which_nobody_comes_ends_when_it_is_stopped():
 def test_who_reaches_no_reducer_leaves_the_lobby():
     communicator = Silent(answers=False)
     with pytest.raises(ReducerLostError):
-        Application(lambda _: communicator, SPEC, 1.0, 0.0)
+        MembershipRequest(lambda _: communicator, SPEC, 1.0, 0.0)
     assert communicator.stopped

@@ -8,7 +8,7 @@ from tests.waits import eventually
 from tests.worker_client.waits import at_all
 from worker_client.fusion import fusion, negotiation
 from worker_client.fusion.fusion import Fusion
-from worker_client.fusion.negotiation import Decision, Negotiation
+from worker_client.fusion.negotiation import Negotiation, RoundDecision
 from worker_client.fusion.tensor_queue import TensorQueue
 from worker_client.staging.wire_rule import WireRule
 
@@ -19,8 +19,8 @@ PLACE = 1000.0  # of a sum, a rank has its own: so it shows whose calls are in i
 def disturbed(monkeypatch):
     """The negotiations of the job that is made next, by rank; each fails where it is told to.
 
-    `failing` is how a round fails, before it is begun (`ask`), in its middle (`hear`) or after its
-    end (`decide`): with which error, and after how many more rounds.
+    `failing` is how a round fails, before it is begun (`ask`), in its middle (`decode`) or after
+    its end (`decide`): with which error, and after how many more rounds.
     """
     made = {}
 
@@ -35,9 +35,9 @@ def disturbed(monkeypatch):
             self._fail("ask")
             return super().ask(*given)
 
-        def hear(self):
-            self._fail("hear")
-            return super().hear()
+        def decode(self):
+            self._fail("decode")
+            return super().decode()
 
         def decide(self):
             self._fail("decide")
@@ -84,7 +84,7 @@ def failure(client, work, number):
 @pytest.mark.parametrize(
     ("where", "error", "rounds"),
     [
-        ("hear", ReductionTimeout, 0),
+        ("decode", ReductionTimeout, 0),
         ("decide", ReductionTimeout, 2),
         ("decide", LocalProtocolError, 0),
         ("ask", LocalProtocolError, 2),
@@ -93,7 +93,7 @@ def failure(client, work, number):
 def test_a_round_that_fails_at_one_rank_alone(job, disturbed, where, error, rounds):
     clients = job(3)
     disturbed[2].failing = where, error, rounds
-    again = where == "hear"
+    again = where == "decode"
 
     def train(client, steps, timeout):
         failed = []
@@ -184,7 +184,7 @@ def test_what_others_have_to_be_told_again_is_counted_from_the_same_base(monkeyp
         def decide(self):
             if len(asked) > 1:
                 raise ReductionTimeout("at this rank alone")
-            return Decision([], {}, {}, bases={"a": 1})
+            return RoundDecision([], {}, {}, bases={"a": 1})
 
     monkeypatch.setattr(fusion, "Negotiation", Scripted)
     one = fusion_of(Alone, 3)

@@ -57,7 +57,7 @@ class Ranks:
     def exchange(self, asked, present):
         """Sum up what ranks ask, and what they then announce, if they do."""
         self.add_up(asked)
-        heard = [self.all[rank].hear() for rank in present]
+        heard = [self.all[rank].decode() for rank in present]
         self.announced = [None if one is None else one.copy() for one in heard]
         if heard[0] is not None:
             self.add_up(heard)
@@ -146,7 +146,7 @@ def test_a_rank_that_is_lost_in_the_midst_of_a_round_has_announced_nothing():
     ranks = Ranks(3)
     has = [[key("a")], [key("a")], [key("a"), key("b")]]
     ranks.add_up([one.ask(keys) for one, keys in zip(ranks.all, has, strict=True)])
-    announced = [one.hear() for one in ranks.all]
+    announced = [one.decode() for one in ranks.all]
     left = ranks.all[:2]
     ranks.add_up(announced[:2])  # the last rank is lost before this one
     for decision in [one.decide() for one in left]:

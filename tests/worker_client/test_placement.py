@@ -7,20 +7,20 @@ import sys
 
 import pytest
 
-from worker_client.communicators.placement import Place, arrange, host_identity
+from worker_client.communicators.placement import NodePlace, arrange, host_identity
 
 
 def test_ranks_with_one_key_share_a_node():
     for rank in range(6):
         place = arrange("000111", rank)
-        assert place == Place(((0, 1, 2), (3, 4, 5)), rank // 3, rank % 3)
+        assert place == NodePlace(((0, 1, 2), (3, 4, 5)), rank // 3, rank % 3)
         assert place.peers == ((0, 1, 2), (3, 4, 5))[rank // 3]
         assert place.across == (rank % 3, rank % 3 + 3)
 
 
 def test_launchers_may_deal_ranks_out_in_turn():
     place = arrange(["b", "a", "c"] * 2, 4)
-    assert place == Place(((0, 3), (1, 4), (2, 5)), 1, 1)
+    assert place == NodePlace(((0, 3), (1, 4), (2, 5)), 1, 1)
     assert place.across == (3, 4, 5)
 
 

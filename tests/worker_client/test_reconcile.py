@@ -15,7 +15,7 @@ from reducer.errors import RankLostError, ReducerLostError, ReductionTimeout
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from worker_client.communicators.membership import Membership
 from worker_client.communicators.reconcile import Reconciliation
-from worker_client.communicators.replay_log import Entry, ReplayLog
+from worker_client.communicators.replay_log import ReplayEntry, ReplayLog
 from worker_client.protocol.link import Link
 from worker_client.protocol.operation import Operation
 from worker_client.protocol.spec import JobSpec
@@ -62,7 +62,7 @@ def result(number):
 def enter(known, number, rank):
     """A rank makes its next call."""
     buffer = bytearray(contribution(number, rank))
-    entry = Entry(Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0))
+    entry = ReplayEntry(Operation(memoryview(buffer), DType.UINT8, ReduceOp.SUM, None, 1.0))
     known.add(entry)
     return entry
 

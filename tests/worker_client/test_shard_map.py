@@ -14,7 +14,7 @@ from tests.worker_client.transcripts import play, scenarios
 from worker_client.protocol._flight import CompiledFlight
 from worker_client.protocol.lifecycle import FIRST_PLACE
 from worker_client.protocol.link import Link
-from worker_client.protocol.shard_map import Plan, ShardMap, Stage
+from worker_client.protocol.shard_map import ShardMap, ShardPlan, Stage
 
 KIB, MIB = 1 << 10, 1 << 20
 LOSSES = st.lists(st.integers(0, 4), max_size=5, unique=True)
@@ -154,7 +154,7 @@ def links(*places):
 
 def made(weights, among, chunk_bytes=0):
     flight = CompiledFlight(Header(MessageType.HELLO))
-    plan = Plan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts, flight)
+    plan = ShardPlan(weights, chunk_bytes, lambda nbytes, parts: 7 * nbytes + parts, flight)
     plan.use(among, dict.fromkeys(range(len(weights)), MAX_LANES))
     return plan
 

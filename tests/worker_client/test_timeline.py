@@ -21,7 +21,15 @@ from tests.waits import eventually
 from tests.worker_client.transcripts import GOLDEN
 from tests.worker_client.waits import at_all
 from worker_client.client.bootstrap import connect
-from worker_client.commands.timeline import Clock, Process, Round, Span, align, described, merge
+from worker_client.commands.timeline import (
+    Clock,
+    Process,
+    TimelineRound,
+    TimelineSpan,
+    align,
+    described,
+    merge,
+)
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
@@ -330,9 +338,11 @@ def test_bounds_add_up_along_a_path():
     key = ("job", 0, 1)
     first, second = (a_process(f"rank{rank}", "rank", rank=rank) for rank in range(2))
     reducer = a_process("reducer", "reducer")
-    first.spans[key] = Span(0, 100.0, 200.0)
-    second.spans[key] = Span(1, 1110.0, 1180.0)  # its clock is 1000 ahead
-    reducer.rounds[key] = Round(begun_us=5110.0, complete_us=5150.0, done_us=5160.0, first_rank=0)
+    first.spans[key] = TimelineSpan(0, 100.0, 200.0)
+    second.spans[key] = TimelineSpan(1, 1110.0, 1180.0)  # its clock is 1000 ahead
+    reducer.rounds[key] = TimelineRound(
+        begun_us=5110.0, complete_us=5150.0, done_us=5160.0, first_rank=0
+    )
     clocks = align([first, second, reducer])
     assert clocks["reducer"] == Clock("reducer", -4985.0, 25.0)  # ahead by 4960 to 5010
     # Behind the reducer by 3980 to 4040: so ahead of the first by 920 to 1030.
@@ -353,17 +363,19 @@ def test_who_shares_no_all_reduce_is_placed_by_the_wall_clock():
 def test_clocks_that_contradict_each_other_are_not_believed():
     rank, reducer = a_process("rank0", "rank", rank=0), a_process("reducer", "reducer")
     for number, ahead_us in enumerate((0.0, 5000.0)):
-        rank.spans["job", 0, number] = Span(0, 100.0, 200.0)
+        rank.spans["job", 0, number] = TimelineSpan(0, 100.0, 200.0)
         times = (110.0 + ahead_us, 150.0 + ahead_us, 160.0 + ahead_us)
-        reducer.rounds["job", 0, number] = Round(*times, first_rank=0)
+        reducer.rounds["job", 0, number] = TimelineRound(*times, first_rank=0)
     assert "contradict each other" in described(align([rank, reducer])["reducer"])
 
 
 def test_ranks_are_known_by_the_numbers_of_their_membership():
     key = ("job~2", 0, 1)  # rank 0 was lost; of ranks 1 and 2, which go on, rank 2 is the second
     rank, reducer = a_process("rank2", "rank", rank=2), a_process("reducer", "reducer")
-    rank.spans[key] = Span(1, 100.0, 1200.0)
-    reducer.rounds[key] = Round(begun_us=110.0, complete_us=1150.0, done_us=1160.0, first_rank=1)
+    rank.spans[key] = TimelineSpan(1, 100.0, 1200.0)
+    reducer.rounds[key] = TimelineRound(
+        begun_us=110.0, complete_us=1150.0, done_us=1160.0, first_rank=1
+    )
     # Ahead by 10 at most, as its contribution was the first one, and behind by 40 at most.
     assert align([rank, reducer])["reducer"] == Clock("reducer", 15.0, 25.0)
 

@@ -19,10 +19,10 @@ cdef extern from "reducer/zmtp/connection.c" nogil:  # whose table no other file
     void connection_free(connection *self) noexcept
     void connection_note(connection *self, uint32_t events) noexcept
     int connection_read(connection *self) noexcept
-    void connection_keep(connection *self) noexcept
+    void connection_make_resumable(connection *self) noexcept
     void connection_break(connection *self, int error) noexcept
     void connection_refuse(connection *self) noexcept
-    bint connection_splice(connection *self, connection *fresh, uint64_t peer_read) noexcept
+    bint connection_resume(connection *self, connection *fresh, uint64_t peer_read) noexcept
 
 STATES = ("connecting", "handshake", "open", "suspended", "closing", "closed")
 
@@ -43,40 +43,40 @@ cdef class Connection:
         server: whether this side was connected to.
     """
 
-    cdef connection its
+    cdef connection c
     cdef block_pool _pool
     cdef object _socket
 
     def __cinit__(self, socket, *, bint server=False):
         self._socket = socket
-        if not connection_init(&self.its, socket.fileno(), server, NULL, 1 << 20, &self._pool):
+        if not connection_init(&self.c, socket.fileno(), server, NULL, 1 << 20, &self._pool):
             raise MemoryError
 
     def __dealloc__(self):
-        connection_free(&self.its)
+        connection_free(&self.c)
 
     @property
     def state(self):
         """The name of its state."""
-        return STATES[self.its.state]
+        return STATES[self.c.state]
 
     def note(self, uint32_t events):
-        """Take note of events of epoll, and read on to the next event of its own."""
-        connection_note(&self.its, events)
-        connection_read(&self.its)
+        """Record events of epoll, and read on to the next event of its own."""
+        connection_note(&self.c, events)
+        connection_read(&self.c)
 
     def keep(self):
         """Make it resumable."""
-        connection_keep(&self.its)
+        connection_make_resumable(&self.c)
 
     def break_(self, int error):
         """Have it end when all that came is read."""
-        connection_break(&self.its, error)
+        connection_break(&self.c, error)
 
     def refuse(self):
         """Have it end at the next read."""
-        connection_refuse(&self.its)
+        connection_refuse(&self.c)
 
     def splice(self, Connection fresh not None):
         """Go on over the socket of another one, whose peer has read all that was sent here."""
-        return connection_splice(&self.its, &fresh.its, self.its.bytes_written)
+        return connection_resume(&self.c, &fresh.c, self.c.bytes_written)

@@ -74,7 +74,7 @@ cdef class Zmtp:
         ValueError: a key has another length.
     """
 
-    cdef zmtp_t its
+    cdef zmtp_t c
     cdef bytearray _said  # what is to be sent
     cdef bytearray _rest  # what came and was not looked at
     cdef bytearray _body  # of the frame that has begun
@@ -90,28 +90,28 @@ cdef class Zmtp:
         self._body = bytearray()
         self._frames = []
         if keys is None:
-            zmtp_init(&self.its, server, NULL, max_frame_bytes)
+            zmtp_init(&self.c, server, NULL, max_frame_bytes)
             return
         if len(keys) != 3:
             raise ValueError(f"keys are three of {CURVE_KEY_BYTES} bytes each")
         copy_keys(&pair, keys)
-        cdef bint begun = zmtp_init(&self.its, server, &pair, max_frame_bytes)
+        cdef bint begun = zmtp_init(&self.c, server, &pair, max_frame_bytes)
         explicit_bzero(&pair, sizeof(pair))
         if not begun:
             raise MemoryError
 
     def __dealloc__(self):
-        zmtp_free(&self.its)
+        zmtp_free(&self.c)
 
     @property
     def ready(self):
         """Whether the handshake is done."""
-        return self.its.ready
+        return self.c.ready
 
     @property
     def sealed(self):
         """Whether frames are encrypted."""
-        return self.its.sealed
+        return self.c.sealed
 
     def take(self, data):
         """Take bytes of the peer, however they were cut, and return the events."""
@@ -122,7 +122,7 @@ cdef class Zmtp:
         """Answer the event ``admit``, go on, and return the events."""
         events = []
         self._asks = False
-        self._add(events, zmtp_admit(&self.its, admitted))
+        self._add(events, zmtp_admit(&self.c, admitted))
         return events + self._take()
 
     def reply(self):
@@ -144,25 +144,25 @@ cdef class Zmtp:
         """Return the bytes of a PING."""
         cdef uint8_t out[64]
         self._check()
-        return PyBytes_FromStringAndSize(<char *>out, zmtp_ping(&self.its, out, ttl_ds))
+        return PyBytes_FromStringAndSize(<char *>out, zmtp_ping(&self.c, out, ttl_ds))
 
     def close(self):
         """Wipe the keys; nothing can be taken or sent any more."""
-        zmtp_free(&self.its)
-        self.its.ready = False
+        zmtp_free(&self.c)
+        self.c.ready = False
         self._told = True
 
     cdef int _check(self) except -1:
-        if not self.its.ready:
+        if not self.c.ready:
             raise ValueError("messages follow the handshake")
         return 0
 
     cdef bytes _frame(self, bytes body, bint more):
         cdef size_t nbytes = len(body), header_bytes
-        cdef bytes out = PyBytes_FromStringAndSize(NULL, zmtp_wire_bytes(&self.its, nbytes))
+        cdef bytes out = PyBytes_FromStringAndSize(NULL, zmtp_wire_bytes(&self.c, nbytes))
         cdef uint8_t *place = <uint8_t *>PyBytes_AsString(out)
-        if self.its.sealed:
-            zmtp_seal(&self.its, place, PyBytes_AsString(body), nbytes, more)
+        if self.c.sealed:
+            zmtp_seal(&self.c, place, PyBytes_AsString(body), nbytes, more)
         else:
             header_bytes = zmtp_frame_header(place, nbytes, more)
             memcpy(place + header_bytes, PyBytes_AsString(body), nbytes)
@@ -183,7 +183,7 @@ cdef class Zmtp:
             if not self._rest:
                 break
             begin = at = <const uint8_t *>PyByteArray_AsString(self._rest)
-            event = zmtp_take(&self.its, &at, begin + len(self._rest))
+            event = zmtp_take(&self.c, &at, begin + len(self._rest))
             del self._rest[:at - begin]
             if event == ZMTP_FRAME:
                 self._in_body = True
@@ -193,7 +193,7 @@ cdef class Zmtp:
 
     cdef bint _fill(self):
         """Take what is there of a frame's body; whether it is whole."""
-        cdef uint64_t missing = self.its.frame.wire_bytes - len(self._body)
+        cdef uint64_t missing = self.c.frame.wire_bytes - len(self._body)
         if missing > <uint64_t>len(self._rest):
             self._body += self._rest
             self._rest.clear()
@@ -204,15 +204,15 @@ cdef class Zmtp:
 
     cdef int _end_frame(self, list events) except -1:
         cdef uint8_t *body = <uint8_t *>PyByteArray_AsString(self._body)
-        if self.its.sealed:
-            body = zmtp_open(&self.its, body)
+        if self.c.sealed:
+            body = zmtp_open(&self.c, body)
         if body == NULL:
             self._add(events, ZMTP_FAILED)
-        elif self.its.frame.command:
-            self._add(events, zmtp_command(&self.its, body, self.its.frame.nbytes))
+        elif self.c.frame.command:
+            self._add(events, zmtp_command(&self.c, body, self.c.frame.nbytes))
         else:
-            self._frames.append(PyBytes_FromStringAndSize(<char *>body, self.its.frame.nbytes))
-            if not self.its.frame.more:
+            self._frames.append(PyBytes_FromStringAndSize(<char *>body, self.c.frame.nbytes))
+            if not self.c.frame.more:
                 events.append(("message", self._frames))
                 self._frames = []
         self._body.clear()
@@ -221,8 +221,8 @@ cdef class Zmtp:
 
     cdef int _keep_reply(self) except -1:
         """Make room for the next reply, as a loop does that sends them."""
-        self._said += PyBytes_FromStringAndSize(<char *>self.its.reply, self.its.reply_bytes)
-        self.its.reply_bytes = 0
+        self._said += PyBytes_FromStringAndSize(<char *>self.c.reply, self.c.reply_bytes)
+        self.c.reply_bytes = 0
         return 0
 
     cdef int _add(self, list events, zmtp_event event) except -1:
@@ -232,10 +232,10 @@ cdef class Zmtp:
             events.append(("ready",))
         elif event == ZMTP_ADMIT:
             self._asks = True
-            events.append(("admit", self.its.peer_key[:CURVE_KEY_BYTES]))
+            events.append(("admit", self.c.peer_key[:CURVE_KEY_BYTES]))
         elif event == ZMTP_FAILED and not self._told:
             self._told = True
             self._rest.clear()
-            said = self.its.peer_mechanism if self.its.fault == ZMTP_DIFFERS else self.its.reason
-            events.append(("failed", FAULTS[self.its.fault], said.decode("ascii")))
+            said = self.c.peer_mechanism if self.c.fault == ZMTP_DIFFERS else self.c.reason
+            events.append(("failed", FAULTS[self.c.fault], said.decode("ascii")))
         return 0

@@ -26,10 +26,10 @@ from reducer.wire.header import fingerprint
 from reducer.wire.layout import mixed_weights
 from worker_client import config
 from worker_client.client import compose, rendezvous, summary
-from worker_client.communicators.lobby import Application
+from worker_client.communicators.newcomers import MembershipRequest
 from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange, host_identity, host_name
-from worker_client.launch import Role
+from worker_client.launch import LauncherRole
 from worker_client.launch.resolved import Launcher
 from worker_client.protocol.spec import Heartbeats, JobSpec, file_name
 from worker_client.runtime.credentials import Keys
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from worker_client.client.hosting import Hosted
     from worker_client.client.rendezvous import Rendezvous
     from worker_client.communicators.node_sockets import NodeSockets
-    from worker_client.communicators.placement import Place
+    from worker_client.communicators.placement import NodePlace
     from worker_client.communicators.process_group import ProcessGroup
     from worker_client.config import InitSettings, WorkerConfig
     from worker_client.launch.resolved import Resolved
@@ -110,19 +110,19 @@ def _join(settings: WorkerConfig) -> Client:
     error: ReductionError | None = None
     while time.monotonic() < until:
         try:
-            application = Application(enter, known, settings.connect_timeout, until)
+            membership_request = MembershipRequest(enter, known, settings.connect_timeout, until)
         except _NOT_NOW as why:
             error = why
             time.sleep(JOIN_AGAIN_S * random.uniform(0.5, 1.5))  # noqa: S311 (no secret)
             continue
-        who = application.offer.world_size - 1, application.offer.world_size
+        who = membership_request.proposal.world_size - 1, membership_request.proposal.world_size
         try:
-            return enlist(settings, None, who, application=application)
+            return enlist(settings, None, who, membership_request=membership_request)
         except _NOT_NOW as why:
             log.info("not in yet: %s", why)
             error = why
         finally:
-            application.close()
+            membership_request.close()
     raise ReductionTimeout(
         f"no rank of job {known.job!r} has let this one in within {settings.timeout:g} s"
         f"{f' ({error})' if error else ''}: check that it runs with REDUCTION_ON_RANK_LOST="
@@ -150,7 +150,7 @@ def _check_join(settings: WorkerConfig) -> None:
         )
 
 
-def _meet_node(group: Rendezvous, place: Place, topic: str) -> NodeSockets:
+def _meet_node(group: Rendezvous, place: NodePlace, topic: str) -> NodeSockets:
     return connect_node(
         place.peers,
         place.local_rank,
@@ -258,7 +258,7 @@ def _identify(
     told = launched.identity
     rank = told[0] if rank is None else rank
     world_size = told[1] if world_size is None else world_size
-    if rank is None and launched.role is not Role.WORKER:
+    if rank is None and launched.role is not LauncherRole.WORKER:
         raise ConfigError(
             f"this replica is no worker but a {launched.role.value}, as "
             f"{launched.reasons['role']} says: start all replicas with worker-client launch, and "
@@ -275,7 +275,7 @@ def _identify(
     return rank, world_size
 
 
-def _place(settings: WorkerConfig, group: Rendezvous | None) -> Place | None:
+def _place(settings: WorkerConfig, group: Rendezvous | None) -> NodePlace | None:
     """Find this rank's place among nodes, if all-reduces are to go through nodes first."""
     if settings.hierarchy == "off":
         return None
@@ -314,11 +314,11 @@ def enlist(
     who: tuple[int, int],
     *,
     node: compose.Node | None = None,
-    application: Application | None = None,
+    membership_request: MembershipRequest | None = None,
 ) -> Client:
     """Join a job at the reducers, as rank and world size `who`; with a `node`, one between nodes.
 
-    `application` lets this rank in, where the job runs already.
+    `membership_request` lets this rank in, where the job runs already.
     """
     groups = _process_groups(settings, group)
     keys = load_keys(settings.keys)
@@ -337,10 +337,13 @@ def enlist(
         keys = replace(keys, hosts=hosted.curves)
     try:
         name = job_name(settings, group, keys, alone=who[1] == 1)
-        if application is None:
+        if membership_request is None:
             generation, run = settings.generation, _run(settings, group, who[1])
         else:
-            generation, run = application.offer.generation, application.offer.run
+            generation, run = (
+                membership_request.proposal.generation,
+                membership_request.proposal.run,
+            )
         client = compose.client(
             settings,
             _spec(settings, name, who, generation=generation, run=run, hosted=hosted),
@@ -348,7 +351,7 @@ def enlist(
             server=server,
             node=node,
             groups=groups,
-            application=application,
+            membership_request=membership_request,
         )
     except BaseException:
         if server is not None:

@@ -17,7 +17,7 @@ from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
-from worker_client.communicators.membership import PATIENCE_S
+from worker_client.communicators.membership import REDUCERS_TIMEOUT_S
 from worker_client.protocol import _flight
 from worker_client.protocol.operation import Operation, refused
 from worker_client.runtime import service_thread
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from reducer.wire.messages import Straggler
-    from worker_client.client.admission import Admission, Resources
+    from worker_client.client.membership_change import MembershipChange, Resources
     from worker_client.communicators.communicator import Communicator, Counters
     from worker_client.communicators.elastic import Change
     from worker_client.fusion.fusion import Fusion
@@ -47,13 +47,13 @@ class CallObserver(Protocol):
     """Sees all calls of a client, when they are made or refused, and when they have ended."""
 
     def begun(self, name: object, data: Any, op: object, work: Work | None = None) -> Any:
-        """Take note of a call, and follow its handle to its end; return what `ended` is given."""
+        """Record a call, and follow its handle to its end; return what `ended` is given."""
 
     def ended(self, call: Any, error: BaseException | None) -> None:
-        """Take note of how a call has ended."""
+        """Record how a call has ended."""
 
     def finish(self) -> None:
-        """Take note that the client has ended."""
+        """Record that the client has ended."""
 
 
 class Client:
@@ -79,7 +79,7 @@ class Client:
         wire: WireRule,
         timeout_s: float,
         trace: Trace,
-        admission: Admission | None = None,
+        membership_change: MembershipChange | None = None,
         enter: Callable[[JobSpec], Client] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
@@ -90,7 +90,7 @@ class Client:
         self._wire = wire
         self._casts = wire.wire_dtype is not None
         self._piecewise = ordered.piecewise
-        self._admission = admission
+        self._membership_change = membership_change
         self._enter = enter
         self._meter = _flight.CallMeter()
         # All-reduces of one call follow each other, whatever other threads call meanwhile.
@@ -380,8 +380,8 @@ class Client:
         """Leave the job and free everything; what is in progress fails. May be called again."""
         if service_thread.forks != self._forks:
             return  # the sockets and the thread belong to the parent process
-        if self._admission is not None:
-            self._admission.stop()
+        if self._membership_change is not None:
+            self._membership_change.stop()
         on_end, self.on_end = self.on_end, None
         if on_end is not None:
             on_end(self)
@@ -442,9 +442,15 @@ class Client:
                 f"the job's name {spec.job!r} is too long for a job of some of its ranks, "
                 f"{job!r}: give it {len(job.encode()) - MAX_JOB_NAME_BYTES} bytes less"
             )
-        its = replace(spec, job=job, rank=list(ranks).index(spec.rank), world_size=len(ranks))
+        named_spec = replace(
+            spec, job=job, rank=list(ranks).index(spec.rank), world_size=len(ranks)
+        )
         # Who begins when a reducer is lost already does not wait for it.
-        return enter(its if all(self.in_use) else replace(its, patience_s=PATIENCE_S))
+        return enter(
+            named_spec
+            if all(self.in_use)
+            else replace(named_spec, reducers_timeout_s=REDUCERS_TIMEOUT_S)
+        )
 
     def check_subgroups(self) -> Callable[[JobSpec], Client]:
         """Return what joins a job of some of this job's ranks.
@@ -484,28 +490,28 @@ class Client:
             ReductionError: as `all_reduce`.
         """
         self._check_usable()
-        if not self.admits or self._admission is None:
+        if not self.admits or self._membership_change is None:
             raise ConfigError(
                 "ranks can join only where REDUCTION_ON_RANK_LOST=continue is set, and reducers "
                 "are those of a pool (REDUCTION_SERVERS)"
             )
         _, timeout_s = parse(DType.INT64, ReduceOp.MAX, None, timeout, self.timeout_s)
-        return self._admission.admit(timeout_s, self._is_busy)
+        return self._membership_change.admit(timeout_s, self._is_busy)
 
     @property
     def admits(self) -> bool:
         """Whether ranks can join: the job goes on without lost ones, at reducers of a pool."""
-        return self._admission is not None and not self.spec.hosts
+        return self._membership_change is not None and not self.spec.hosts
 
     @property
     def newcomer(self) -> bool:
         """Whether this rank has joined a job that runs, and not called `admit` yet."""
-        return self._admission is not None and self._admission.newcomer
+        return self._membership_change is not None and self._membership_change.newcomer
 
     def refuse_newcomers(self, why: str) -> None:
         """Let `admit` fail from now on, with this reason: calls would not match a newcomer's."""
-        if self._admission is not None:
-            self._admission.refusal = why
+        if self._membership_change is not None:
+            self._membership_change.refusal = why
 
     def on_membership(self, callback: Callable[[Change], None]) -> None:
         """Have a function called with every new membership, before any result of it is there.
@@ -517,8 +523,8 @@ class Client:
             callback: takes what has changed: ranks that are ``present``, that ``joined`` and that
                 were ``lost``.
         """
-        if self._admission is not None:
-            self._admission.tell(callback)
+        if self._membership_change is not None:
+            self._membership_change.subscribe(callback)
 
     def _is_busy(self) -> bool:
         """Whether a call is in progress, if only for the moment in which its caller hears."""

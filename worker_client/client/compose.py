@@ -8,15 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import ConfigError
-from worker_client.client.admission import Admission, Resources
 from worker_client.client.client import Client
+from worker_client.client.membership_change import MembershipChange, Resources
 from worker_client.client.recording import CallLog
 from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.fallback import FallbackCommunicator
 from worker_client.communicators.hierarchical import HierarchicalCommunicator
-from worker_client.communicators.membership import PATIENCE_S, Membership
+from worker_client.communicators.membership import REDUCERS_TIMEOUT_S, Membership
 from worker_client.config import NAMED
 from worker_client.fusion.fusion import Fusion
 from worker_client.runtime.trace import Trace
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
     from reducer.server import Server
     from worker_client.communicators.communicator import Communicator
-    from worker_client.communicators.lobby import Application
+    from worker_client.communicators.newcomers import MembershipRequest
     from worker_client.communicators.node_sockets import NodeSockets
-    from worker_client.communicators.placement import Place
+    from worker_client.communicators.placement import NodePlace
     from worker_client.communicators.process_group import ProcessGroup
     from worker_client.config import WorkerConfig
     from worker_client.protocol.spec import JobSpec
@@ -44,7 +44,7 @@ class Node(NamedTuple):
         meet: connects to the other ranks of the node, which name the same topic.
     """
 
-    place: Place
+    place: NodePlace
     meet: Callable[[str], NodeSockets]
 
 
@@ -80,12 +80,12 @@ def client(
     server: Server | None = None,
     node: Node | None = None,
     groups: tuple[ProcessGroup, ProcessGroup] | None = None,
-    application: Application | None = None,
+    membership_request: MembershipRequest | None = None,
 ) -> Client:
     """Make a client that has joined the job; it stops the reducer `server` that this rank hosts.
 
-    `groups` are for calls in order and for those with names, if `spec.fallback`; `application` lets
-    this rank in, where the job runs already.
+    `groups` are for calls in order and for those with names, if `spec.fallback`;
+    `membership_request` lets this rank in, where the job runs already.
 
     Raises:
         ReductionError: the job cannot be joined; `worker_client.init` says what can be wrong.
@@ -93,17 +93,17 @@ def client(
     trace = Trace()
     enter = flat(settings, keys, server, trace)
     ordered_group, named_group = groups or (None, None)
-    lost = None if application is None else application.offer.lost
+    lost = None if membership_request is None else membership_request.proposal.lost
     named = _named(
         settings, spec, enter, named_group, node=node, trace=trace, in_use=lambda: inner.in_use
     )
     resources = Resources(named(spec.world_size, lost), None if server is None else server.stop)
-    joins = application is not None
+    joins = membership_request is not None
     left = resources.release
     inner = surviving(settings, spec, enter, ordered_group, left=left, lost=lost, joins=joins)
-    admission: Admission | None = None
+    membership_change: MembershipChange | None = None
     if isinstance(inner, ElasticCommunicator):
-        admission = Admission(inner, enter, named, resources, newcomer=joins)
+        membership_change = MembershipChange(inner, enter, named, resources, newcomer=joins)
     ordered = around(settings, inner, "ordered", node)
     alone = settings.model_copy(update={"dump": None})
     made = Client(
@@ -112,7 +112,7 @@ def client(
         wire=WireRule(WIRE_DTYPES[settings.wire_dtype]),
         timeout_s=settings.timeout,
         trace=trace,
-        admission=admission,
+        membership_change=membership_change,
         enter=None if node is not None else partial(client, alone, keys=keys),
     )
     if settings.dump is not None:
@@ -120,9 +120,9 @@ def client(
         across = None if node is None else node.place.across
         made.observer = CallLog(settings.dump, made, ordered, resources, across)
     try:
-        if application is not None and admission is not None:
-            admission.enter_job(application)
-            admission.settle_in(settings.timeout)
+        if membership_request is not None and membership_change is not None:
+            membership_change.enter_job(membership_request)
+            membership_change.begin_membership(settings.timeout)
         elif spec.fallback or spec.elastic:
             resources.fusion.open()  # later some of those that it goes on without may be lost
     except BaseException:
@@ -145,9 +145,13 @@ def _named(
 
     def make(ranks: int, lost: Collection[int] | None) -> Communicator:
         # Who begins when a reducer is lost already does not wait for it.
-        patience_s = math.inf if all(in_use()) else PATIENCE_S
-        its = replace(spec, job=f"{spec.job}{NAMED}", world_size=ranks, patience_s=patience_s)
-        return around(settings, surviving(settings, its, enter, group, lost=lost), "named", node)
+        reducers_timeout_s = math.inf if all(in_use()) else REDUCERS_TIMEOUT_S
+        named_spec = replace(
+            spec, job=f"{spec.job}{NAMED}", world_size=ranks, reducers_timeout_s=reducers_timeout_s
+        )
+        return around(
+            settings, surviving(settings, named_spec, enter, group, lost=lost), "named", node
+        )
 
     def fusion(ranks: int, lost: Collection[int] | None) -> Fusion:
         who = spec.rank, ranks
@@ -194,12 +198,12 @@ def surviving(
         )
 
     if not spec.elastic:
-        return membership(spec, left or _stay)
+        return membership(spec, left or _stays_in_job)
     whole = Membership.whole(spec)
     return ElasticCommunicator(
         whole if lost is None else whole.without(lost, ()),
         membership,
-        left or _stay,
+        left or _stays_in_job,
         timeout_s=settings.timeout,
         connect_timeout_s=settings.connect_timeout,
         joins=joins,
@@ -234,5 +238,5 @@ def around(
     return inner
 
 
-def _stay() -> None:
+def _stays_in_job() -> None:
     """Do nothing after the farewell of calls with names: the client goes on."""

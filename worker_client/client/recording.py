@@ -28,8 +28,8 @@ from worker_client.protocol.spec import file_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from worker_client.client.admission import Resources
     from worker_client.client.client import Client
+    from worker_client.client.membership_change import Resources
     from worker_client.communicators.communicator import Communicator
     from worker_client.work import Work
 
@@ -56,7 +56,7 @@ _DTYPES = {
 log = logging.getLogger(__name__)
 
 
-class Entry:
+class RecordedCall:
     """One call of this rank, of what is in `data`.
 
     Attributes:
@@ -152,7 +152,7 @@ class CallLog:
         self._across = across
         self._joined_late = client.newcomer
         self._in_order = 0  # calls without a name so far
-        self._entries: deque[Entry] = deque(maxlen=KEPT)
+        self._entries: deque[RecordedCall] = deque(maxlen=KEPT)
         self._made = 0
         self._began_ns = time.time_ns()
         self._written_at = -AGAIN_S
@@ -162,10 +162,10 @@ class CallLog:
         self._writing = threading.RLock()
         atexit.register(self.finish)
 
-    def begun(self, name: object, data: Any, op: object, work: Work | None = None) -> Entry:
+    def begun(self, name: object, data: Any, op: object, work: Work | None = None) -> RecordedCall:
         """Keep a call that is made, or refused."""
         group, number = (ORDERED, self._in_order) if name is None else (NAMED, None)
-        entry = Entry(group, number, name, data, op)
+        entry = RecordedCall(group, number, name, data, op)
         with self._counting:
             self._in_order += name is None
             entry.id = self._made
@@ -178,8 +178,8 @@ class CallLog:
             work.future().add_done_callback(lambda done: self.ended(entry, done.exception()))
         return entry
 
-    def ended(self, entry: Entry, error: BaseException | None) -> None:
-        """Take note of the end of a call, and write all of them if it tells of other ranks."""
+    def ended(self, entry: RecordedCall, error: BaseException | None) -> None:
+        """Record the end of a call, and write all of them if it tells of other ranks."""
         entry.error = error
         entry.ended_ns = time.time_ns()
         if not isinstance(error, TELLING):

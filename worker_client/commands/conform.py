@@ -14,7 +14,7 @@ from worker_client import config
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reducer.conformance.client_cases import Reducer
+    from reducer.conformance.client_cases import PlayedReducer
 
 LAST_S = 1.0  # for what ended processes have said to arrive
 
@@ -31,7 +31,7 @@ def conform(
         say: called with each line.
     """
 
-    def run(reducer: Reducer) -> tuple[list[int], bool]:
+    def run(reducer: PlayedReducer) -> tuple[list[int], bool]:
         if command:
             return _started(reducer, command, ranks, quiet=quiet)
         names = f"REDUCTION_SERVERS={reducer.address} REDUCTION_JOB={reducer.job}"
@@ -42,7 +42,7 @@ def conform(
 
 
 def _started(
-    reducer: Reducer, command: Sequence[str], ranks: int, *, quiet: bool
+    reducer: PlayedReducer, command: Sequence[str], ranks: int, *, quiet: bool
 ) -> tuple[list[int], bool]:
     """Run the client's processes with a reducer; return their statuses, and if some had to end."""
     told = {"WORLD_SIZE": str(ranks), "REDUCTION_SERVERS": reducer.address}
@@ -60,7 +60,7 @@ def _started(
         return [one.returncode for one in processes if one.returncode is not None], not ended
 
 
-def _awaited(reducer: Reducer, ranks: int) -> bool:
+def _awaited(reducer: PlayedReducer, ranks: int) -> bool:
     """Serve clients that somebody starts; return whether some had not left in time."""
 
     def left() -> bool:
@@ -69,12 +69,12 @@ def _awaited(reducer: Reducer, ranks: int) -> bool:
     return not _steps(reducer, left)
 
 
-def _all_closed(reducer: Reducer) -> bool:
+def _all_closed(reducer: PlayedReducer) -> bool:
     return all(link.peer.closed for link in reducer.links)
 
 
 def _steps(
-    reducer: Reducer, ended: Callable[[], bool], seconds: float = client_cases.LIMIT_S
+    reducer: PlayedReducer, ended: Callable[[], bool], seconds: float = client_cases.LIMIT_S
 ) -> bool:
     """Have a reducer serve until something is so; return whether it was in time."""
     end = time.monotonic() + seconds

@@ -14,12 +14,12 @@ import typer
 from reducer.commands import terminal
 from reducer.errors import ConfigError
 from worker_client import config
-from worker_client.launch import Role, decide, resolve
+from worker_client.launch import LauncherRole, decide, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from worker_client.launch import Decision, Resolved
+    from worker_client.launch import LaunchDecision, Resolved
 
 
 def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
@@ -33,7 +33,7 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
     environment = config.environment()
     resolved = resolve(environment)
     decision = decide(resolved, environment, script, processes=processes, devices=_devices)
-    if resolved.role is not Role.REDUCER:
+    if resolved.role is not LauncherRole.REDUCER:
         _find(script[0])
         config.load()  # what every rank would refuse is refused here
     if dry_run:
@@ -44,7 +44,9 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
     _become(decision, {**environment, **decision.sets})
 
 
-def found_out(resolved: Resolved, decision: Decision | None = None) -> list[tuple[str, str, str]]:
+def found_out(
+    resolved: Resolved, decision: LaunchDecision | None = None
+) -> list[tuple[str, str, str]]:
     """Return what was found out and what is run: name, value, and in brackets what said so."""
     rows = resolved.described()
     if decision is not None:
@@ -79,7 +81,7 @@ def _find(program: str) -> None:
         )
 
 
-def _become(decision: Decision, environment: dict[str, str]) -> NoReturn:
+def _become(decision: LaunchDecision, environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     try:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Key = tuple[str, int, int]  # a job, its generation, and the number of an all-reduce
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """An all-reduce as a rank has it: when it began to be sent, and when it ended."""
 
     rank: int  # as the reducers call it, which changes when ranks are lost
@@ -35,7 +35,7 @@ class Span(NamedTuple):
     ended_us: float
 
 
-class Round(NamedTuple):
+class TimelineRound(NamedTuple):
     """An all-reduce as a reducer has it; as of `reducer.engine.slots.RoundTimes`."""
 
     begun_us: float
@@ -51,8 +51,8 @@ class Process:
     path: Path
     about: Mapping[str, Any]  # what it says of itself
     events: Events
-    spans: dict[Key, Span] = field(default_factory=dict)  # a rank's that ended well
-    rounds: dict[Key, Round] = field(default_factory=dict)  # a reducer's
+    spans: dict[Key, TimelineSpan] = field(default_factory=dict)  # a rank's that ended well
+    rounds: dict[Key, TimelineRound] = field(default_factory=dict)  # a reducer's
 
     @property
     def host(self) -> str:
@@ -185,11 +185,11 @@ def align(processes: Sequence[Process]) -> dict[str, Clock]:
 def _bounds(rank: Process, reducer: Process) -> Iterator[tuple[float, float]]:
     """Yield how far the reducer's clock is ahead of the rank's at most, and behind it at most."""
     for key, span in rank.spans.items():
-        its = reducer.rounds.get(key)
-        if its is None or not its.done_us:
+        round_ = reducer.rounds.get(key)
+        if round_ is None or not round_.done_us:
             continue
-        arrived_us = its.begun_us if its.first_rank == span.rank else its.complete_us
-        yield arrived_us - span.begun_us, span.ended_us - its.done_us
+        arrived_us = round_.begun_us if round_.first_rank == span.rank else round_.complete_us
+        yield arrived_us - span.begun_us, span.ended_us - round_.done_us
 
 
 def _wall_us(process: Process) -> float:
@@ -217,13 +217,17 @@ def _understand(process: Process) -> None:
     for event in process.events:
         if event["ph"] != "X":
             continue
-        its = event.get("args", {})
-        if "sequence" in its:
-            key = its["job"], its["generation"], its["sequence"]
+        round_ = event.get("args", {})
+        if "sequence" in round_:
+            key = round_["job"], round_["generation"], round_["sequence"]
             if not process.is_rank:
-                process.rounds[key] = Round(**{name: its[name] for name in Round._fields})
-            elif "error" not in its:
-                process.spans[key] = Span(its["rank"], event["ts"], event["ts"] + event["dur"])
+                process.rounds[key] = TimelineRound(
+                    **{name: round_[name] for name in TimelineRound._fields}
+                )
+            elif "error" not in round_:
+                process.spans[key] = TimelineSpan(
+                    round_["rank"], event["ts"], event["ts"] + event["dur"]
+                )
         elif event["name"] == "queued" and key in process.spans:
             span = process.spans[key]
             process.spans[key] = span._replace(begun_us=event["ts"] + event["dur"])

@@ -59,7 +59,7 @@ class CastingCommunicator(Communicator):
 
         try:
             pieces = self._pieces(operation, wire)
-            filled = AHEAD if self.inner.fills else None
+            filled = AHEAD if self.inner.takes_unfilled else None
             submit_pieces(operation, pieces, self.inner.submit, release, filled=filled)
         except ReductionError:
             release(None)
@@ -89,7 +89,7 @@ class CastingCommunicator(Communicator):
                 call=operation.call or operation,
                 write_back=partial(self._casts.widen, part, values, self._wire_dtype),
             )
-            piece.prepare = partial(self._narrow, values, part, kept)
+            piece.fill = partial(self._narrow, values, part, kept)
             pieces.append(piece)
         return pieces
 

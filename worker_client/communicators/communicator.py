@@ -123,7 +123,7 @@ class Communicator:
         return self.inner.piecewise
 
     @property
-    def fills(self) -> bool:
+    def takes_unfilled(self) -> bool:
         """Whether `submit` takes pieces of a call that are yet to be filled."""
         return False
 
@@ -297,7 +297,7 @@ class FlatCommunicator(Communicator):
         return True
 
     @property
-    def fills(self) -> bool:
+    def takes_unfilled(self) -> bool:
         return True
 
     def lose(self, ranks: frozenset[int]) -> None:

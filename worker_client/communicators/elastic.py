@@ -31,7 +31,7 @@ from reducer.errors import LocalProtocolError, MismatchError, RankLostError, Red
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.communicators.communicator import Communicator, Counters
 from worker_client.communicators.reconcile import NewLossError, Reconciliation
-from worker_client.communicators.replay_log import Entry, ReplayLog
+from worker_client.communicators.replay_log import ReplayEntry, ReplayLog
 from worker_client.protocol.operation import Operation, own
 from worker_client.runtime.service_thread import STOP_S
 
@@ -67,7 +67,7 @@ class _Losses:
     told: bool = False  # whether another communicator has found that out, and has said so
     # Where ranks reconcile, or tried to, and who they are.
     coming: list[tuple[Communicator, tuple[int, ...]]] = field(default_factory=list)
-    ends: list[Entry] = field(default_factory=list)  # calls that ended there, to be told of
+    ends: list[ReplayEntry] = field(default_factory=list)  # calls that ended there, to be told of
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _Earlier:
     """Where ranks were before, until all have reconciled: leaving looks like a loss."""
 
     communicators: list[Communicator] = field(default_factory=list)
-    last_question: int = -1  # sequence number of the reconciliation's last all-reduce
+    last_agreement: int = -1  # sequence number of the reconciliation's last all-reduce
     leaving: threading.Thread | None = None
 
 
@@ -116,10 +116,10 @@ class ElasticCommunicator(Communicator):
         self._connect_timeout_s = connect_timeout_s
         self._replay_log = ReplayLog(joins=joins)
         self._joins = joins  # and is not in yet
-        # Where ranks were admitted, and how many: if this rank was there, and not admitted. None
-        # is ever forgotten, as no rank can know that all others have forgotten it.
+        # (membership, newcomers) of each admission that this rank voted in. None is ever
+        # forgotten, as no rank can know that all others have forgotten it.
         self._origins: list[tuple[Membership, int]] = []
-        self._attempts: set[Entry] = set()  # in progress in the current membership
+        self._attempts: set[ReplayEntry] = set()  # in progress in the current membership
         self._losses = _Losses()
         self._earlier = _Earlier()
         # Guards all of these; told when an attempt has ended. Whoever holds it waits for nobody.
@@ -162,7 +162,7 @@ class ElasticCommunicator(Communicator):
 
     def submit(self, operation: Operation) -> None:
         """Start an all-reduce, when the ranks have reconciled if they are about to."""
-        entry = Entry(operation)
+        entry = ReplayEntry(operation)
         with self._gate:
             self._check_open()
             begun = self._replay_log.latest()
@@ -203,7 +203,7 @@ class ElasticCommunicator(Communicator):
         same at all ranks; they may be lost by now.
         """
         numbers = memoryview(array("q", [more])).cast("B")
-        entry = Entry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))
+        entry = ReplayEntry(Operation(numbers, DType.INT64, ReduceOp.MAX, ADMISSION, timeout_s))
         entry.admits = True
         with self._gate:
             self._check_open()
@@ -242,7 +242,7 @@ class ElasticCommunicator(Communicator):
         # What is in progress waits for it, here and at others.
         communicator.fail(RankLostError(str(why), rank=present.index(news[0])))
 
-    def arrive(self) -> None:
+    def begin_joining(self) -> None:
         """Begin to wait for the others of the membership that this rank joins."""
         with self._gate:
             self._recover()
@@ -267,7 +267,7 @@ class ElasticCommunicator(Communicator):
 
     # -- calls --------------------------------------------------------------------------------
 
-    def _enter_call(self, entry: Entry) -> bool:
+    def _enter_call(self, entry: ReplayEntry) -> bool:
         """Begin a call, now or when the ranks have reconciled; return whether it has failed."""
         if self._failure is not None:
             entry.finish(None, self._failure)
@@ -277,13 +277,13 @@ class ElasticCommunicator(Communicator):
             self._begin(entry)
         return entry.over
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: ReplayEntry) -> None:
         attempt = entry.begin(partial(self._attempt_ended, entry))
         entry.operation.pieces = {attempt: None}
         self._attempts.add(entry)
         self.inner.submit(attempt)
 
-    def _refuse(self, entry: Entry, refusal: Operation) -> None:
+    def _refuse(self, entry: ReplayEntry, refusal: Operation) -> None:
         """End a call that an interrupt has left half begun: the others hear why."""
         entry.operation.refusal = refusal.refusal
         if entry.over or self._recovery is not None:
@@ -295,12 +295,12 @@ class ElasticCommunicator(Communicator):
         self.inner.submit(refusal)
 
     def _refusal_ended(
-        self, entry: Entry, refusal: Operation, error: ReductionError | None
+        self, entry: ReplayEntry, refusal: Operation, error: ReductionError | None
     ) -> None:
         entry.attempt = refusal
         self._attempt_ended(entry, error)
 
-    def _attempt_ended(self, entry: Entry, error: ReductionError | None) -> None:
+    def _attempt_ended(self, entry: ReplayEntry, error: ReductionError | None) -> None:
         with self._gate:
             self._attempts.discard(entry)
             if entry.over:
@@ -318,7 +318,7 @@ class ElasticCommunicator(Communicator):
             reached = self.inner.reached
             self._replay_log.prune(reached)
             earlier = self._earlier
-            if earlier.communicators and reached > earlier.last_question:
+            if earlier.communicators and reached > earlier.last_agreement:
                 behind, earlier.communicators = earlier.communicators, []
                 earlier.leaving = threading.Thread(target=_stop, args=(behind,), name="leave")
                 earlier.leaving.start()
@@ -335,8 +335,8 @@ class ElasticCommunicator(Communicator):
         # When ranks have heard of a loss in the middle of an agreement they begin anew.
         return isinstance(error, MismatchError) and error.field == "epoch"
 
-    def _admits(self, entry: Entry) -> bool:
-        """Take note of how many ranks a call lets in that has just ended; whether it does."""
+    def _admits(self, entry: ReplayEntry) -> bool:
+        """Record how many ranks a call lets in that has just ended; whether it does."""
         if not entry.admits or entry.result is None:
             return False
         (more,) = memoryview(entry.result).cast("q")
@@ -368,7 +368,7 @@ class ElasticCommunicator(Communicator):
 
     def _await_loss(self, known: frozenset[int]) -> bool:
         """Wait until somebody is lost besides those that are known; false: nobody, it seems."""
-        end = time.monotonic() + self.membership.all.heartbeats.patience_s + KNOWN_S
+        end = time.monotonic() + self.membership.all.heartbeats.peer_timeout_s + KNOWN_S
         while not self._closing:
             with self._gate:
                 for communicator, present in self._places():
@@ -485,7 +485,7 @@ class ElasticCommunicator(Communicator):
         communicator: Communicator,
         membership: Membership,
         lost: frozenset[int],
-        last_question: int,
+        last_agreement: int,
     ) -> None:
         """Make all calls that have no result, in the new membership."""
         with self._gate:
@@ -496,7 +496,7 @@ class ElasticCommunicator(Communicator):
             if communicator is not self.inner:
                 self._past = self._past.plus(self.inner.counters)
             self.inner, self.lost, self._joins = communicator, lost, False
-            self._earlier.last_question = last_question
+            self._earlier.last_agreement = last_agreement
             losses, self._losses = self._losses, _Losses()
             change = Change(
                 membership.present,
@@ -511,7 +511,7 @@ class ElasticCommunicator(Communicator):
                 self._recover()  # more were lost meanwhile
             for entry in self._replay_log:
                 if entry.over:
-                    entry.last = last_question
+                    entry.last = last_agreement
                 elif self._recovery is None:
                     if entry.admits:  # those who were ready wait for an earlier membership
                         entry.contribution = bytes(len(entry.contribution))
@@ -539,7 +539,7 @@ class ElasticCommunicator(Communicator):
         communicator: Communicator,
         membership: Membership,
         lost: frozenset[int],
-        question: Operation,
+        agreement: Operation,
     ) -> None:
         """Make an all-reduce of a reconciliation, and wait for its end.
 
@@ -549,10 +549,10 @@ class ElasticCommunicator(Communicator):
             ReductionError: it failed.
         """
         until = time.monotonic() + JOIN_S
-        communicator.submit(question)
-        while not question.ends_within(LOOK_S):
+        communicator.submit(agreement)
+        while not agreement.ends_within(LOOK_S):
             lost_too = {self.membership.present[rank] for rank in self.inner.lost_ranks}
-            missing = {membership.present[rank] for rank in question.missing}
+            missing = {membership.present[rank] for rank in agreement.missing}
             if time.monotonic() > until and missing.isdisjoint(self.membership.present):
                 with self._gate:
                     self._losses.suspects |= missing
@@ -560,7 +560,7 @@ class ElasticCommunicator(Communicator):
             if not lost_too <= lost:
                 raise NewLossError
             self._check_open()
-        question.wait()
+        agreement.wait()
 
     def _give_up(self, error: ReductionError) -> None:
         """End all calls that have begun and have no result; later ones may try again."""
@@ -610,7 +610,7 @@ class ElasticCommunicator(Communicator):
         return communicator
 
 
-def _report(entries: list[Entry]) -> None:
+def _report(entries: list[ReplayEntry]) -> None:
     for entry in entries:
         entry.operation.end(entry.error)
 
@@ -629,7 +629,7 @@ def _log(level: int, change: Change, lost: frozenset[int]) -> None:
         )
 
 
-def _same_call(entry: Entry, operation: Operation) -> bool:
+def _same_call(entry: ReplayEntry, operation: Operation) -> bool:
     return entry.operation.call is operation.call
 
 

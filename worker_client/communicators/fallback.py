@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, ReductionError
 from reducer.wire.constants import PLACES, DType, ReduceOp
 from worker_client.communicators.communicator import Communicator, Counters
-from worker_client.communicators.membership import PATIENCE_S, marked
+from worker_client.communicators.membership import REDUCERS_TIMEOUT_S, marked
 from worker_client.protocol.lifecycle import FIRST_PLACE, gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, reason, refused
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
@@ -44,7 +44,7 @@ _REFUSAL_SHOWN = 500
 log = logging.getLogger(__name__)
 
 
-class Offer(NamedTuple):
+class ReturnProposal(NamedTuple):
     """What a rank tells the others with a call."""
 
     attempt: int  # number of the job that it has joined, or tries to join
@@ -52,7 +52,7 @@ class Offer(NamedTuple):
 
 
 @dataclass
-class Stay:
+class Episode:
     """What one job at the reducers hands over when none of them is left."""
 
     begun: bool = False  # calls were handed over
@@ -93,9 +93,9 @@ class FallbackCommunicator(Communicator):
         self._marker: Operation | None = None  # after all that the earlier one was given
         self._later: deque[Operation] = deque()  # submitted after the marker
         self._leaving: threading.Thread | None = None
-        self._waiting: deque[tuple[Stay, Unfinished]] = deque()
+        self._waiting: deque[tuple[Episode, Unfinished]] = deque()
         self._made: Unfinished | None = None  # the one that is being made
-        self._thread: ServiceThread[list[tuple[Stay, Unfinished]]]
+        self._thread: ServiceThread[list[tuple[Episode, Unfinished]]]
         self._thread = ServiceThread("fallback", self._run)
         # Guards `inner`, `_marker`, `_later`. This object's thread waits for nobody with it.
         self._gate = threading.RLock()
@@ -153,10 +153,10 @@ class FallbackCommunicator(Communicator):
             leaving.join(STOP_S)
 
     def _connect(self, spec: JobSpec) -> FlatCommunicator:
-        stay = Stay()
+        episode = Episode()
 
         def hand_over(calls: list[Unfinished]) -> None:
-            self._take(stay, calls)
+            self._take(episode, calls)
 
         def left() -> None:
             going_there = communicator is self._coming and self._marker is not None
@@ -169,17 +169,17 @@ class FallbackCommunicator(Communicator):
         communicator = self._enter(spec, left, hand_over)
         return communicator
 
-    def _take(self, stay: Stay, calls: list[Unfinished]) -> None:
+    def _take(self, episode: Episode, calls: list[Unfinished]) -> None:
         """Bring calls to their end, one after another.
 
         Their numbers go on from those of the time before; none is fine.
         """
-        if calls and not stay.begun and not self._group.stopped:
-            stay.begun = True
+        if calls and not episode.begun and not self._group.stopped:
+            episode.begun = True
             log.log(self._level, "no reducer is left: all-reduces go through the process group now")
         self._thread.start()
         if calls:
-            self._thread.queue.put([(stay, call) for call in calls])
+            self._thread.queue.put([(episode, call) for call in calls])
         if self._group.stopped:
             self._end_rest()
 
@@ -206,29 +206,29 @@ class FallbackCommunicator(Communicator):
 
     def _run(self) -> None:
         while self._await_call():
-            stay, call = self._waiting.popleft()
+            episode, call = self._waiting.popleft()
             self._made = call
             try:
-                if stay.shares is None:
-                    others = [one for its, one in self._waiting if its is stay]
+                if episode.shares is None:
+                    others = [one for owner, one in self._waiting if owner is episode]
                     everywhere = self._group.exchange([one.told for one in (call, *others)])
-                    stay.first, stay.shares = merge(
+                    episode.first, episode.shares = merge(
                         [[Unfinished(*one) for one in theirs] for theirs in everywhere]
                     )
-                if stay.failure is None and not stay.over and call.number >= stay.first:
-                    error = self._reduce(stay, call, stay.shares.pop(call.number, None))
-                    if not stay.over:
+                if episode.failure is None and not episode.over and call.number >= episode.first:
+                    error = self._reduce(episode, call, episode.shares.pop(call.number, None))
+                    if not episode.over:
                         self._end(call, error)
-                if stay.over and stay.failure is None and not self._group.stopped:
+                if episode.over and episode.failure is None and not self._group.stopped:
                     self._forward(_asked_for(call))
-            except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+            except Exception as error:  # noqa: BLE001 (its waiter gets it)
                 if not self._group.stopped:
                     log.warning("the process group's all-reduce failed: %s", error)
                 why = f"no reducer is left, and the process group failed as well: {error}"
-                stay.failure = ReducerLostError(why, reducer="")
-                stay.shares = {}
-            if stay.failure is not None:
-                self._end(call, stay.failure)
+                episode.failure = ReducerLostError(why, reducer="")
+                episode.shares = {}
+            if episode.failure is not None:
+                self._end(call, episode.failure)
             if not self._group.stopped:  # else it has perhaps not ended
                 self._made = None
         self._group.rest()
@@ -248,7 +248,7 @@ class FallbackCommunicator(Communicator):
         call.operation.end(error)
 
     def _reduce(
-        self, stay: Stay, call: Unfinished, shares: list[Unfinished] | None
+        self, episode: Episode, call: Unfinished, shares: list[Unfinished] | None
     ) -> ReductionError | None:
         """Do what this rank must for a call, whether it needs the result or not.
 
@@ -263,8 +263,8 @@ class FallbackCommunicator(Communicator):
             return ReducerLostError(why, reducer="")
         complete = any(share.done for share in shares)
         if not complete:
-            error = self._disagreement(stay, call, shares)
-            if error is not None or stay.over:
+            error = self._disagreement(episode, call, shares)
+            if error is not None or episode.over:
                 return error
         known: dict[int, int] = {}  # where chunks begin, and end
         for rank, share in enumerate(shares):
@@ -277,7 +277,7 @@ class FallbackCommunicator(Communicator):
         return None
 
     def _disagreement(
-        self, stay: Stay, call: Unfinished, shares: list[Unfinished]
+        self, episode: Episode, call: Unfinished, shares: list[Unfinished]
     ) -> ReductionError | None:
         """Find out whether all ranks ask for the same, and none has refused it.
 
@@ -292,9 +292,9 @@ class FallbackCommunicator(Communicator):
             "name": operation.name or "",
         }
         while True:
-            offer = self._offer() if self._may_return else None
-            said = self._group.exchange([call.number, asked, offer])
-            numbers, everywhere, offers = zip(*said, strict=True)
+            proposal = self._propose() if self._may_return else None
+            said = self._group.exchange([call.number, asked, proposal])
+            numbers, everywhere, proposals = zip(*said, strict=True)
             if call.number > min(numbers):
                 continue  # some ranks have asked for more in a call before, which fails there
             if call.number < max(numbers):
@@ -302,9 +302,9 @@ class FallbackCommunicator(Communicator):
                 mine = (self._group.rank, call.number)
                 return _mismatch("call", mine, (other, max(numbers)))
             begun = any(share.chunks for share in shares)
-            if self._may_return and not begun and _may_leave(stay, call.number):
-                stay.over = self._settle([Offer(*one) for one in offers])
-                if stay.over:
+            if self._may_return and not begun and _may_leave(episode, call.number):
+                episode.over = self._settle([ReturnProposal(*one) for one in proposals])
+                if episode.over:
                     self._go_back()
                     return None
             for field in asked:
@@ -317,7 +317,7 @@ class FallbackCommunicator(Communicator):
 
     # -- the thread: back to the reducers -----------------------------------------------------
 
-    def _offer(self) -> Offer:
+    def _propose(self) -> ReturnProposal:
         """Say where this rank could go on; it begins to join, if it does not yet."""
         if self._marker is None and not self._stopped:
             if self._coming is not None and self._coming.usable is None:
@@ -325,19 +325,19 @@ class FallbackCommunicator(Communicator):
             if self._coming is None:
                 self._join_again()
             if self._coming is not None:
-                return Offer(self._attempt, self._coming.usable or ())
-        return Offer(self._attempt)
+                return ReturnProposal(self._attempt, self._coming.usable or ())
+        return ReturnProposal(self._attempt)
 
-    def _settle(self, offers: Sequence[Offer]) -> bool:
+    def _settle(self, proposals: Sequence[ReturnProposal]) -> bool:
         """Find out from what all ranks offer with this call whether they go back with it."""
         if self._marker is not None:
             return False  # this rank is on its way back from an earlier stay
-        latest = max(offer.attempt for offer in offers)
+        latest = max(proposal.attempt for proposal in proposals)
         if latest > self._attempt:
             self._try_another(latest)
-        if any(offer.attempt != latest for offer in offers):
+        if any(proposal.attempt != latest for proposal in proposals):
             return False
-        usable_lanes = zip(*(offer.usable_lanes for offer in offers), strict=False)
+        usable_lanes = zip(*(proposal.usable_lanes for proposal in proposals), strict=False)
         return any(all(everywhere) for everywhere in usable_lanes)
 
     def _go_back(self) -> None:
@@ -353,7 +353,7 @@ class FallbackCommunicator(Communicator):
     def _forward(self, operation: Operation) -> None:
         """Submit to the reducers what comes out of the earlier communicator."""
         if operation is self._marker:
-            self._arrive()
+            self._submit_waiting()
         else:
             self._submit_there(operation)
 
@@ -364,7 +364,7 @@ class FallbackCommunicator(Communicator):
         except LocalProtocolError as error:  # it has stopped, and so all calls end
             operation.end(error)
 
-    def _arrive(self) -> None:
+    def _submit_waiting(self) -> None:
         """Submit what has waited; from then on calls take the straight way."""
         while True:
             with self._gate:
@@ -392,7 +392,7 @@ class FallbackCommunicator(Communicator):
         spec = replace(
             self._spec,
             job=marked(self._spec.job, ("after the process group", self._attempt)),
-            patience_s=PATIENCE_S,
+            reducers_timeout_s=REDUCERS_TIMEOUT_S,
             wait_s=0.0,  # a call waits meanwhile, which the process group can make
         )
         self._coming = coming = self._connect(spec)
@@ -409,10 +409,10 @@ class FallbackCommunicator(Communicator):
             coming.stop()
 
 
-def _may_leave(stay: Stay, number: int) -> bool:
+def _may_leave(episode: Episode, number: int) -> bool:
     """Whether it begins a call, and no rank had begun a later one; all ranks agree."""
-    assert stay.shares is not None, "the ranks have met"
-    return number % PLACES == FIRST_PLACE and max(stay.shares, default=-1) < number
+    assert episode.shares is not None, "the ranks have met"
+    return number % PLACES == FIRST_PLACE and max(episode.shares, default=-1) < number
 
 
 def _mismatch(field: str, one: tuple[int, object], other: tuple[int, object]) -> MismatchError:

@@ -42,7 +42,7 @@ from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
 from worker_client.communicators.communicator import Communicator
 from worker_client.communicators.node_fold import finish, fold, folded_as
-from worker_client.communicators.node_sockets import hear, tell
+from worker_client.communicators.node_sockets import decode, encode
 from worker_client.protocol.operation import Operation, reason, refused
 from worker_client.runtime.service_thread import ServiceThread
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from reducer.wire.messages import Straggler
     from worker_client.communicators.node_fold import Array
     from worker_client.communicators.node_sockets import NodeSockets
-    from worker_client.communicators.placement import Place
+    from worker_client.communicators.placement import NodePlace
     from worker_client.protocol import _flight
 
     Step: TypeAlias = Callable[[], None]
@@ -80,7 +80,7 @@ class HierarchicalCommunicator(Communicator):
     ranks that disagree.
     """
 
-    def __init__(self, between: Communicator, place: Place, node: NodeSockets) -> None:
+    def __init__(self, between: Communicator, place: NodePlace, node: NodeSockets) -> None:
         self.place = place
         self.inner = between
         self._node = node
@@ -318,10 +318,10 @@ class HierarchicalCommunicator(Communicator):
         until = asked.deadline + GRACE_S
         self._node.exchange(_OUT, [own] * len(parts), parts, until)
         if last:
-            mine = tell(asked.error) if isinstance(asked.error, ReductionError) else b""
+            mine = encode(asked.error) if isinstance(asked.error, ReductionError) else b""
             said = self._node.agree(_OUT, mine, until)
             first = next((one for one in said if one), b"")
-            self._conclude(asked, asked.error if first == mine else hear(first))
+            self._conclude(asked, asked.error if first == mine else decode(first))
 
     def _wait_for(self, between: Operation, asked: Operation) -> ReductionError | None:
         """Wait for the end between the nodes and return the error, in this job's ranks."""
@@ -342,7 +342,7 @@ class HierarchicalCommunicator(Communicator):
             step()
         except ReductionError as error:
             self._break(error)
-        except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+        except Exception as error:  # noqa: BLE001 (its waiter gets it)
             self._break(ReductionError(repr(error)))
 
     def _break(self, error: ReductionError) -> None:

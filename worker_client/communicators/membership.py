@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from worker_client.protocol.link import Link
     from worker_client.protocol.spec import JobSpec
 
-PATIENCE_S = 1.0  # a reducer that is well answers in milliseconds; one that returns is used again
+# A reducer that is well answers in milliseconds; one that returns is used again.
+REDUCERS_TIMEOUT_S = 1.0
 _MARK_BYTES = 17  # of a job's name: what tells its memberships from each other
 
 
@@ -69,7 +70,7 @@ class Membership:
             weights=weights,
             lanes={at: lanes[address] for at, address in enumerate(reducers)},
             elastic=True,
-            patience_s=PATIENCE_S,
+            reducers_timeout_s=REDUCERS_TIMEOUT_S,
             hosts_wait_s=0.0,  # who does not answer is lost, and the others go on
             fallback=False,
         )

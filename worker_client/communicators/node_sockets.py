@@ -122,7 +122,7 @@ class NodeSockets:
     def give_up(self, error: ReductionError) -> None:
         """Tell the node's other ranks why this one takes part no longer; they fail likewise."""
         self._failure = self._failure or error
-        reason = tell(error)
+        reason = encode(error)
         for connection in self._alarms.values():
             with suppress(OSError):  # a rank that has ended needs no reason
                 connection.send(reason, socket.MSG_NOSIGNAL)
@@ -173,7 +173,7 @@ class NodeSockets:
             except OSError:
                 reason = b""
             if reason:  # a message this short comes whole
-                return hear(reason)
+                return decode(reason)
             self._ended.add(at)
         return None
 
@@ -209,14 +209,14 @@ class NodeSockets:
         return RankLostError(f"rank {rank}, of this node, has ended or left", rank=rank)
 
 
-def tell(error: ReductionError) -> bytes:
+def encode(error: ReductionError) -> bytes:
     """Return an error as a message for the other ranks of the node, all but its `name`."""
     sequence = NO_SEQUENCE if error.sequence is None else error.sequence
     return _SEQUENCE.pack(sequence) + encode_error(error)
 
 
-def hear(message: bytes) -> ReductionError:
-    """Return the error that `tell` was given, as it is at another rank, or why it cannot be."""
+def decode(message: bytes) -> ReductionError:
+    """Return the error that `encode` was given, as it is at another rank, or why it cannot be."""
     (sequence,) = _SEQUENCE.unpack_from(message)
     try:
         return decode_error(message[_SEQUENCE.size :], sequence)

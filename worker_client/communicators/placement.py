@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Place(NamedTuple):
+class NodePlace(NamedTuple):
     """Where a rank stands among nodes that have equally many ranks."""
 
     nodes: tuple[tuple[int, ...], ...]  # the ranks of each, ascending; by their first ranks
@@ -31,7 +31,7 @@ class Place(NamedTuple):
         return tuple(ranks[self.local_rank] for ranks in self.nodes)
 
 
-def arrange(keys: Sequence[str], rank: int) -> Place | None:
+def arrange(keys: Sequence[str], rank: int) -> NodePlace | None:
     """Return the place of a rank, where those whose nodes have the same key are together.
 
     None if there are fewer than two nodes, or nodes of one rank, or of different numbers of ranks.
@@ -44,7 +44,7 @@ def arrange(keys: Sequence[str], rank: int) -> Place | None:
     if len(nodes) < 2 or len(sizes) > 1 or sizes == {1}:
         return None
     node = list(found).index(keys[rank])
-    return Place(nodes, node, nodes[node].index(rank))
+    return NodePlace(nodes, node, nodes[node].index(rank))
 
 
 def host_name() -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reducer.errors import ReductionError
-    from worker_client.communicators.replay_log import Entry, ReplayLog
+    from worker_client.communicators.replay_log import ReplayEntry, ReplayLog
     from worker_client.protocol.spec import JobSpec
 
 
@@ -30,7 +30,7 @@ class Reconciliation:
     def __init__(
         self, spec: JobSpec, ask: Callable[[Operation], None], cause: ReductionError
     ) -> None:
-        self.ends: list[Entry] = []  # calls that have ended in it
+        self.ends: list[ReplayEntry] = []  # calls that have ended in it
         self.last = -1  # sequence number of its last all-reduce
         self._me, self._ranks = spec.rank, spec.world_size
         self._ask = ask
@@ -66,13 +66,13 @@ class Reconciliation:
             elif supplier < self._ranks:
                 self._supply(_known(entry), supplier, timeout_s)
 
-    def _supply(self, entry: Entry, supplier: int, timeout_s: float) -> None:
+    def _supply(self, entry: ReplayEntry, supplier: int, timeout_s: float) -> None:
         """Give everyone the result that one rank has: the others add zeros to its bytes."""
         mine = entry.result if supplier == self._me else None
         data = bytearray(entry.operation.view.nbytes if mine is None else mine)
-        question = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, "a result", timeout_s)
-        self._ask(question)
-        self.last = question.sequence
+        agreement = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, "a result", timeout_s)
+        self._ask(agreement)
+        self.last = agreement.sequence
         if not entry.over:
             entry.operation.view[:] = data
             entry.finish(bytes(data), None)
@@ -80,11 +80,11 @@ class Reconciliation:
 
     def _all_reduce(self, data: array[int], op: ReduceOp, name: str, timeout_s: float) -> None:
         view = memoryview(data).cast("B")
-        question = Operation(view, DType.INT64, op, name, timeout_s)
-        self._ask(question)
-        self.last = question.sequence
+        agreement = Operation(view, DType.INT64, op, name, timeout_s)
+        self._ask(agreement)
+        self.last = agreement.sequence
 
 
-def _known(entry: Entry | None) -> Entry:
+def _known(entry: ReplayEntry | None) -> ReplayEntry:
     assert entry is not None, "what others have yet to end is kept"
     return entry

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NEVER = (1 << 63) - 1  # a call that none comes after
 
 
-class Entry:
+class ReplayEntry:
     """One call."""
 
     __slots__ = ("admits", "attempt", "contribution", "error", "last", "operation", "result")
@@ -57,7 +57,7 @@ class Entry:
         return self.attempt
 
     def finish(self, result: bytes | None, error: ReductionError | None) -> None:
-        """Take note of its end, with a result or an error."""
+        """Record its end, with a result or an error."""
         if self.attempt is not None:
             self.last = self.operation.sequence = self.attempt.sequence
         self.result, self.error = result, error
@@ -73,15 +73,15 @@ class ReplayLog:
     def __init__(self, *, joins: bool = False) -> None:
         self.next = 0
         self._joins = joins
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, ReplayEntry] = {}
         self._doomed: dict[int, ReductionError] = {}
         self._lock = threading.Lock()  # of both, and `next`
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[ReplayEntry]:
         with self._lock:
             return iter(list(self._entries.values()))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: ReplayEntry) -> None:
         """Enter a call that has not begun."""
         with self._lock:
             self._entries[self.next] = entry
@@ -95,12 +95,12 @@ class ReplayLog:
             if self._joins:
                 self.next, self._joins = number, False
 
-    def latest(self) -> Entry | None:
+    def latest(self) -> ReplayEntry | None:
         """Return the call that was entered last, if some rank may not have finished it."""
         with self._lock:
             return self._entries.get(self.next - 1)
 
-    def fail(self, number: int, error: ReductionError) -> Entry | None:
+    def fail(self, number: int, error: ReductionError) -> ReplayEntry | None:
         """Have a call fail that has failed at another rank, as soon as it is made here.
 
         Return it if it was made and had not ended.
@@ -114,7 +114,7 @@ class ReplayLog:
             entry.finish(None, error)
             return entry
 
-    def calls(self, first: int, end: int) -> list[tuple[Entry | None, bool]]:
+    def calls(self, first: int, end: int) -> list[tuple[ReplayEntry | None, bool]]:
         """Return calls by their numbers, and whether each is yet to end here.
 
         One that is finished at every rank, or was not made here yet, is None.

@@ -168,26 +168,26 @@ def unpack(list requests, unsigned char[::1] packed):
 
 cdef borrow(RequestState request, data):
     """Take hold of an array's memory for a request, and return the type of its elements."""
-    cdef Py_buffer its
+    cdef Py_buffer c
     if type(data) is _ARRAY:
         try:
-            PyObject_GetBuffer(data, &its, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
+            PyObject_GetBuffer(data, &c, PyBUF_WRITABLE | PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
         except (BufferError, ValueError):
             pass  # what can be done about it, or not, is found out below
         else:
-            code = its.format
+            code = c.format
             dtype = _DTYPES[<Py_ssize_t>code[0]] if code[0] > 0 and code[1] == 0 else None
-            request._owner, request._nbytes = data, its.len
-            request._memory = <unsigned char *>its.buf
-            PyBuffer_Release(&its)
+            request._owner, request._nbytes = data, c.len
+            request._memory = <unsigned char *>c.buf
+            PyBuffer_Release(&c)
             if dtype is not None:
                 return dtype
     buffer = host_buffer(data)
     request.write_back = buffer.write_back
-    PyObject_GetBuffer(buffer.view, &its, PyBUF_WRITABLE)
-    request._owner, request._nbytes = buffer.view, its.len
-    request._memory = <unsigned char *>its.buf
-    PyBuffer_Release(&its)
+    PyObject_GetBuffer(buffer.view, &c, PyBUF_WRITABLE)
+    request._owner, request._nbytes = buffer.view, c.len
+    request._memory = <unsigned char *>c.buf
+    PyBuffer_Release(&c)
     return buffer.dtype
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from worker_client.communicators.communicator import Communicator
-    from worker_client.fusion.negotiation import Decision, GivenUp, Tensor
+    from worker_client.fusion.negotiation import GivenUp, RoundDecision, Tensor
     from worker_client.fusion.tensor_queue import Request
     from worker_client.staging.wire_rule import WireRule
     from worker_client.work import Work
@@ -342,7 +342,7 @@ class Fusion:
                     )
 
     def _end_round(self, mine: list[Request], error: ReductionError) -> None:
-        """Take note that a round has failed; what it was about may have another one."""
+        """Record that a round has failed; what it was about may have another one."""
         self._begin_anew()
         if self._has_ended:
             self._why = error
@@ -360,11 +360,11 @@ class Fusion:
 
     def _negotiate(
         self, communicator: Communicator, mine: list[Request], given_up: list[GivenUp]
-    ) -> Decision:
+    ) -> RoundDecision:
         negotiation = self._negotiation
         asked = negotiation.ask(mine, given_up, self._queue.calls)
         self._sum(communicator, asked, "tensors", mine)
-        if (announcements := negotiation.hear()) is not None:
+        if (announcements := negotiation.decode()) is not None:
             self._sum(communicator, announcements, "announcements", mine)
         return negotiation.decide()
 

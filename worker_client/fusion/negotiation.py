@@ -119,7 +119,7 @@ class Asked(Protocol):
         """As of `Key`."""
 
 
-class Decision(NamedTuple):
+class RoundDecision(NamedTuple):
     """What a round has shown; the same at every rank, but for the bases.
 
     Attributes:
@@ -142,7 +142,7 @@ class Decision(NamedTuple):
 class Negotiation:
     """One rank's part in the rounds.
 
-    A round is `ask`, a sum over all ranks of what it returns, `hear`, for announcements another
+    A round is `ask`, a sum over all ranks of what it returns, `decode`, for announcements another
     sum, and `decide`. If any of this fails, `reset`: other ranks may have heard more or less.
     """
 
@@ -204,7 +204,7 @@ class Negotiation:
         self._sections = buffer
         return buffer.reshape(-1)
 
-    def hear(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    def decode(self) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """Read the sum; return what is to be summed now, uint8, if ranks announce something."""
         heads = [_HEAD.unpack_from(section.tobytes()) for section in self._sections]
         self._present = [rank for rank, (present, *_) in enumerate(heads) if present]
@@ -219,11 +219,11 @@ class Negotiation:
         self._announced[end - len(self._said) : end] = np.frombuffer(self._said, np.uint8)
         return self._announced
 
-    def decide(self) -> Decision:
+    def decide(self) -> RoundDecision:
         """End the round with all announcements."""
         if len(self._ages) > 1:
             younger = (self._age + 1) % _AGES in self._ages
-            return Decision([], {}, {}, self._grow_older() if younger else {}, void=True)
+            return RoundDecision([], {}, {}, self._grow_older() if younger else {}, void=True)
         confirmed = self._based
         # Who was lost between the two sums has announced nothing in the second one.
         self._present = [rank for rank in self._present if self._has_announced(rank)]
@@ -259,7 +259,7 @@ class Negotiation:
             self._forget(key)
         if confirmed or len(self._known) > MOST_KNOWN:
             self._forget_tensors()
-        return Decision(ready, mismatched, given_up, self._grow_older() if confirmed else {})
+        return RoundDecision(ready, mismatched, given_up, self._grow_older() if confirmed else {})
 
     def _grow_older(self) -> Mapping[str, int]:
         """Return the bases, which all ranks have heard."""

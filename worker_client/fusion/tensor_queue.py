@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import Any
 
-    from worker_client.fusion.negotiation import Decision, Tensor
+    from worker_client.fusion.negotiation import RoundDecision, Tensor
     from worker_client.work import Lead
 
 BURST = 20  # cycles that a tensor waits at most while others keep coming
@@ -44,7 +44,7 @@ class Request(_tensor_queue.RequestState, Work):
     __slots__ = ()
 
     def lacked_by(self, ranks: tuple[int, ...]) -> None:
-        """Take note that ranks take no part in a round: what they lacked before, they still do."""
+        """Record that ranks take no part in a round: what they lacked before, they still do."""
         self.missing = tuple(sorted({*self.missing, *ranks}))
 
     @property
@@ -99,8 +99,8 @@ class TensorQueue(_tensor_queue.QueueState):
         self._taken: set[Request] = set()  # by a round that all ranks were in, and not ended
         # Calls that this rank does not make: that the others have not heard of, and that they heard
         # of in the latest round, which may have failed at some of them.
-        self._untold: list[GivenUp] = []
-        self._told: list[GivenUp] = []
+        self._unannounced: list[GivenUp] = []
+        self._announced: list[GivenUp] = []
         # Calls that another rank does not make, by name and number, which this one may still make.
         self._refused: dict[tuple[str, int], ReductionError] = {}
 
@@ -126,7 +126,7 @@ class TensorQueue(_tensor_queue.QueueState):
         with self.changed:
             call = self.calls.get(name, 0)
             self.calls[name] = call + 1
-            self._untold.append(GivenUp(name, call, f"{type(why).__name__}: {why}"[:WHY_MOST]))
+            self._unannounced.append(GivenUp(name, call, f"{type(why).__name__}: {why}"[:WHY_MOST]))
             self.changed.notify_all()
 
     def hurry(self) -> None:
@@ -154,14 +154,14 @@ class TensorQueue(_tensor_queue.QueueState):
                 self.news_bytes, self.news_since = 0, None
             due = self._due(again_at)
             if due > now and self.refusal is None:
-                idle = not (self.requests or self._untold)
+                idle = not (self.requests or self._unannounced)
                 wait_s = min(due, self.next_deadline()) - now
                 self.changed.wait(None if idle else min(wait_s, LOOK_S))
             return due <= now
 
     def _due(self, again_at: float) -> float:
         """Return when the next round is to begin, in seconds of the monotonic clock."""
-        if self._untold:
+        if self._unannounced:
             return again_at
         if not self.requests:
             return float("inf")
@@ -194,7 +194,7 @@ class TensorQueue(_tensor_queue.QueueState):
                 request.tensor.name, request.call, f"{error}"[:WHY_MOST], error.missing
             )
             with self.changed:
-                self._untold.append(given_up)  # the others hear that this rank gives it up
+                self._unannounced.append(given_up)  # the others hear that this rank gives it up
             request.end(error)
         old = [one for one in mine if one.begun <= now - STRAGGLER_S and one.deadline > now]
         late = [one for one in old if _warn_at(one) <= now]
@@ -209,13 +209,13 @@ class TensorQueue(_tensor_queue.QueueState):
         """Return what this rank has for a round, and the calls that it does not make."""
         with self.changed:
             self.news_bytes, self.news_since, self._urgent = 0, None, False
-            return list(self.requests.values()), list(self._untold)
+            return list(self.requests.values()), list(self._unannounced)
 
-    def learn(self, given_up: list[GivenUp], decision: Decision) -> None:
+    def learn(self, given_up: list[GivenUp], decision: RoundDecision) -> None:
         """Fail what the ranks do not make, or cannot; `given_up` is what this one has said."""
         with self.changed:
-            del self._untold[: len(given_up)]
-            self._told = given_up
+            del self._unannounced[: len(given_up)]
+            self._announced = given_up
             for (name, call), error in decision.given_up.items():
                 waiting = self.requests.get(name)
                 if call >= self.calls.get(name, 0) or (
@@ -241,12 +241,12 @@ class TensorQueue(_tensor_queue.QueueState):
     def round_failed(self) -> None:
         """Let this rank say everything again: others may have heard more of a round, or less."""
         with self.changed:
-            self._untold[:0], self._told = self._told, []
+            self._unannounced[:0], self._announced = self._announced, []
 
     def forget_untold(self) -> None:
         """Say no more which calls this rank does not make: the others' have failed as well."""
         with self.changed:
-            self._untold = []
+            self._unannounced = []
 
     def stand_in(self, tensor: Tensor, call: int) -> bool:
         """Whether this rank, which has joined, is to make a call of others; it is the next then."""
@@ -271,9 +271,9 @@ class TensorQueue(_tensor_queue.QueueState):
             self.calls = {name: count for name, count in left.items() if count}
             for name, request in self.requests.items():
                 request.call -= bases.get(name, 0)
-            self._untold, self._told = (
+            self._unannounced, self._announced = (
                 [one._replace(call=one.call - bases.get(one.name, 0)) for one in given_up]
-                for given_up in (self._untold, self._told)
+                for given_up in (self._unannounced, self._announced)
             )
             self._refused = {
                 (name, call - bases.get(name, 0)): error
@@ -321,8 +321,8 @@ class TensorQueue(_tensor_queue.QueueState):
 
 
 def _warn_at(request: Request) -> float:
-    patience_s: float = STRAGGLER_S * 2**request.warnings
-    return request.begun + patience_s + (0.0 if request.missing else NAMED_S)
+    wait_s: float = STRAGGLER_S * 2**request.warnings
+    return request.begun + wait_s + (0.0 if request.missing else NAMED_S)
 
 
 def _warn(late: Sequence[Request], now: float) -> None:

@@ -154,7 +154,7 @@ class Gathering:
                 raise self._first.error
             name = f"{self._wire}#{self._bytes.number}"
             self._second = self._group.client.all_reduce(self._bytes.payloads(), "sum", name=name)
-        except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+        except Exception as error:  # noqa: BLE001 (its waiter gets it)
             self._error = error
         finally:
             self._begun.set()

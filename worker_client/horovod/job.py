@@ -32,7 +32,7 @@ _FAREWELL_S = 5.0  # how long a rank that hosts a reducer waits for the others a
 log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class HorovodPlace(NamedTuple):
     """Where a rank is among the processes of its host, and its host among others."""
 
     local_rank: int
@@ -50,10 +50,10 @@ class _Part(Protocol):
     def end(self) -> None: ...
 
 
-class Job(Group):
+class HorovodJob(Group):
     """All ranks, and what else calls of this process share."""
 
-    place: Place  # of this rank
+    place: HorovodPlace  # of this rank
 
     def __init__(self, client: Client) -> None:
         super().__init__(client)
@@ -119,11 +119,11 @@ class Current:
     """The job that `init` made, for calls that name none."""
 
     def __init__(self) -> None:
-        self._job: Job | None = None
+        self._job: HorovodJob | None = None
         self._made_group = False
 
     @property
-    def job(self) -> Job:
+    def job(self) -> HorovodJob:
         """The job, if there is one."""
         if self._job is None:
             raise ConfigError("there is no job yet, or no longer: call hvd.init() first")
@@ -134,7 +134,7 @@ class Current:
         if self.is_initialized():
             return
         self._made_group = _make_group() or self._made_group
-        self._job = Job(worker_client.init())
+        self._job = HorovodJob(worker_client.init())
         # Last, to be called before the new client's own farewell is.
         atexit.unregister(self._exit)
         atexit.register(self._exit)
@@ -224,7 +224,7 @@ def _make_group() -> bool:
     return True
 
 
-def _find_place(whereabouts: list[list[Any]], rank: int, *, everybody: bool) -> Place:
+def _find_place(whereabouts: list[list[Any]], rank: int, *, everybody: bool) -> HorovodPlace:
     """Return where a rank is; `everybody`: none was ever lost, and launchers' sizes are true."""
     taken: dict[str, set[int]] = {}  # local ranks, by host
     for host, local_rank, _ in whereabouts:
@@ -239,7 +239,7 @@ def _find_place(whereabouts: list[list[Any]], rank: int, *, everybody: bool) -> 
         size if everybody and size is not None else seen[host] for host, _, size in whereabouts
     ]
     peers = [one for one, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
-    return Place(
+    return HorovodPlace(
         local_ranks[rank], sizes[rank], peers.index(rank), len(peers), len(set(sizes)) == 1
     )
 

@@ -4,8 +4,8 @@
 anything: `worker_client.config` hands the environment in, `worker_client.commands.launch` acts.
 """
 
-from worker_client.launch.decide import Decision, decide
+from worker_client.launch.decide import LaunchDecision, decide
 from worker_client.launch.resolve import resolve
-from worker_client.launch.resolved import Launcher, Resolved, Role
+from worker_client.launch.resolved import Launcher, LauncherRole, Resolved
 
-__all__ = ["Decision", "Launcher", "Resolved", "Role", "decide", "resolve"]
+__all__ = ["LaunchDecision", "Launcher", "LauncherRole", "Resolved", "decide", "resolve"]

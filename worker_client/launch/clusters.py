@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from worker_client.launch.findings import host_of, refuse
-from worker_client.launch.resolved import Launcher, Role
+from worker_client.launch.resolved import Launcher, LauncherRole
 
 if TYPE_CHECKING:
     from worker_client.launch.findings import Notes
@@ -22,7 +22,7 @@ class Cluster(NamedTuple):
     """One replica's view of its job."""
 
     launcher: Launcher
-    role: Role
+    role: LauncherRole
     node_rank: int | None  # among those that train
     workers: tuple[str, ...]  # addresses of those that train, by rank
     reducers: tuple[str, ...]  # hosts
@@ -65,15 +65,15 @@ def read(name: str, text: str) -> Cluster:
     if not alone and kind != evaluator and index >= len(cluster.get(kind, [])):
         has = f"cluster.{kind} has {len(cluster.get(kind, []))} replicas"
         refuse(f"{name} task.index", has, index)
-    role, rank = Role.WORKER, 0 if alone or kind in leaders else index + len(present)
+    role, rank = LauncherRole.WORKER, 0 if alone or kind in leaders else index + len(present)
     if kind == reducer:
-        role = Role.REDUCER
+        role = LauncherRole.REDUCER
     elif kind == evaluator:
-        role = Role.EVALUATOR
+        role = LauncherRole.EVALUATOR
     return Cluster(
         launcher,
         role,
-        rank if role is Role.WORKER else None,
+        rank if role is LauncherRole.WORKER else None,
         tuple(workers),
         tuple(_host(address) for address in cluster.get(reducer, [])),
         trial,
@@ -82,7 +82,7 @@ def read(name: str, text: str) -> Cluster:
 
 
 def node(notes: Notes, name: str, cluster: Cluster) -> None:
-    """Take note of a replica's place among those that train."""
+    """Record a replica's place among those that train."""
     if cluster.node_rank is not None:
         notes.put("node_rank", cluster.node_rank, cluster.where)
     notes.put("nodes", max(1, len(cluster.workers)), f"{name} cluster")

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from reducer.errors import ConfigError
 from reducer.units import is_loopback
 from reducer.wire.constants import PORT
-from worker_client.launch.resolved import Launcher, Resolved, Role
+from worker_client.launch.resolved import Launcher, LauncherRole, Resolved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclass(frozen=True)
-class Decision:
+class LaunchDecision:
     """What becomes of this process."""
 
     argv: tuple[str, ...]
@@ -32,7 +32,7 @@ def decide(
     *,
     processes: str,
     devices: Callable[[], int],
-) -> Decision:
+) -> LaunchDecision:
     """Decide what to run.
 
     Args:
@@ -47,13 +47,13 @@ def decide(
     """
     if processes != "auto" and not re.fullmatch(r"[1-9][0-9]{0,4}", processes):
         raise ConfigError(f"--nproc-per-node: write a number or auto (got {processes!r})")
-    if not script and resolved.role is not Role.REDUCER:
+    if not script and resolved.role is not LauncherRole.REDUCER:
         raise ConfigError("nothing to run: write worker-client launch -- train.py ARGUMENTS")
-    if resolved.role is Role.REDUCER:
+    if resolved.role is LauncherRole.REDUCER:
         return _reduce(environment)
-    if resolved.role is Role.EVALUATOR:
+    if resolved.role is LauncherRole.EVALUATOR:
         why = "this replica evaluates: the script runs as it is, outside of the job"
-        return Decision(tuple(_program(script)), why)
+        return LaunchDecision(tuple(_program(script)), why)
     resolved.check_alone()
     sets = {} if "REDUCTION_SERVERS" in environment else {"REDUCTION_SERVERS": resolved.reducers}
     shared = {name: ",".join(value) for name, value in sets.items() if value}
@@ -80,7 +80,7 @@ def decide(
     return _start_ranks(_as_node(resolved), script, count, shared)
 
 
-def _reduce(environment: Mapping[str, str]) -> Decision:
+def _reduce(environment: Mapping[str, str]) -> LaunchDecision:
     bind = environment.get("REDUCTION_BIND", f"tcp://0.0.0.0:{PORT}")
     try:
         private = is_loopback(bind)
@@ -96,15 +96,17 @@ def _reduce(environment: Mapping[str, str]) -> Decision:
         )
     argv = (sys.executable, "-m", "reducer", "serve")
     why = "this replica is a reducer, and serves until the job's end, which sends it a SIGTERM"
-    return Decision(argv, why, {"REDUCTION_BIND": bind})
+    return LaunchDecision(argv, why, {"REDUCTION_BIND": bind})
 
 
-def _be_rank(resolved: Resolved, script: Sequence[str], shared: Mapping[str, str]) -> Decision:
+def _be_rank(
+    resolved: Resolved, script: Sequence[str], shared: Mapping[str, str]
+) -> LaunchDecision:
     """Be the rank that the launcher has started, and tell torch so in its own words."""
     rank, world_size = resolved.rank, resolved.world_size
     if resolved.launcher is Launcher.TORCHRUN:
         why = f"torchrun has started this process as rank {rank} of {world_size}"
-        return Decision(tuple(_program(script)), why, shared)
+        return LaunchDecision(tuple(_program(script)), why, shared)
     address, port = _meeting_point(resolved, world_size or 1)
     told = {
         "RANK": rank,
@@ -117,12 +119,12 @@ def _be_rank(resolved: Resolved, script: Sequence[str], shared: Mapping[str, str
     }
     sets = {name: str(value) for name, value in told.items() if value is not None}
     why = f"{resolved.launcher.value} has started this process as rank {rank} of {world_size}"
-    return Decision(tuple(_program(script)), why, {**sets, **shared})
+    return LaunchDecision(tuple(_program(script)), why, {**sets, **shared})
 
 
 def _start_ranks(
     resolved: Resolved, script: Sequence[str], count: str, shared: Mapping[str, str]
-) -> Decision:
+) -> LaunchDecision:
     options = ["--nproc-per-node", count] if count else []
     if resolved.launcher is Launcher.KUBEFLOW:
         why = "torchrun takes the rest from PET_ variables"
@@ -137,7 +139,7 @@ def _start_ranks(
         options += ["--rdzv-id", resolved.job] if resolved.job else []
         why = f"torchrun starts {count} on this node, number {rank} of {nodes}"
     argv = (sys.executable, "-m", "torch.distributed.run", *options)
-    return Decision((*argv, *_for_torchrun(script)), why, shared)
+    return LaunchDecision((*argv, *_for_torchrun(script)), why, shared)
 
 
 def _count(resolved: Resolved, processes: str, devices: Callable[[], int]) -> str:

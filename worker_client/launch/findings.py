@@ -29,13 +29,13 @@ class Notes:
         return self.environment.get(name, "").strip()
 
     def put(self, field: str, value: object, because: str) -> None:
-        """Take note of what a field is; who came first is right."""
+        """Record what a field is; who came first is right."""
         if field not in self.values:
             self.values[field] = value
             self.reasons[field] = because
 
     def number(self, field: str, *names: str, least: int = 0, most: int = 1 << 31) -> None:
-        """Take note of an integer, out of the first of these variables that is set.
+        """Record an integer, out of the first of these variables that is set.
 
         Raises:
             ConfigError: it is no integer from `least` to `most`.
@@ -50,7 +50,7 @@ class Notes:
                 return
 
     def meeting_point(self) -> None:
-        """Take note of MASTER_ADDR and MASTER_PORT."""
+        """Record MASTER_ADDR and MASTER_PORT."""
         if host := self.get("MASTER_ADDR"):
             # torch takes an IPv6 address without its brackets, too.
             if not _NAME.fullmatch(host) and not (
@@ -61,7 +61,7 @@ class Notes:
         self.number("master_port", "MASTER_PORT", least=1, most=65535)
 
     def derived_port(self, key: str, because: str) -> None:
-        """Take note of a port that all processes of a job find by its name, if none was said."""
+        """Record a port that all processes of a job find by its name, if none was said."""
         port = _PORTS[zlib.crc32(key.encode()) % len(_PORTS)]
         self.put("master_port", port, f"chosen by {because}")
 

@@ -9,7 +9,7 @@ from reducer.errors import ConfigError
 from reducer.wire.constants import PORT
 from worker_client.launch import clusters, kubeflow, processes, slurm
 from worker_client.launch.findings import Notes
-from worker_client.launch.resolved import Launcher, Resolved, Role
+from worker_client.launch.resolved import Launcher, LauncherRole, Resolved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from worker_client.launch.clusters import Cluster
 
 
-class _Row(NamedTuple):
+class _Rule(NamedTuple):
     launcher: Launcher
     present: Callable[[Mapping[str, str]], bool]
     read: Callable[[Notes], None]
@@ -31,14 +31,14 @@ def _is_rank(environment: Mapping[str, str]) -> bool:
 # run under any other; env:// without LOCAL_RANK may mean nodes; mpirun runs in jobs of SLURM, whose
 # variables are then those of its daemons.
 _ROWS = (
-    _Row(Launcher.TORCHRUN, processes.is_torchrun, processes.env),
-    _Row(Launcher.ENV, _is_rank, processes.env),
-    _Row(Launcher.KUBEFLOW, kubeflow.is_pod, kubeflow.pod),
-    _Row(Launcher.ENV, processes.is_env, processes.env),
-    _Row(Launcher.AZURE_ML, processes.is_azure_mpi, processes.open_mpi),
-    _Row(Launcher.OPEN_MPI, processes.is_open_mpi, processes.open_mpi),
-    _Row(Launcher.MPICH, processes.is_mpich, processes.mpich),
-    _Row(Launcher.SLURM, slurm.is_task, slurm.task),
+    _Rule(Launcher.TORCHRUN, processes.is_torchrun, processes.env),
+    _Rule(Launcher.ENV, _is_rank, processes.env),
+    _Rule(Launcher.KUBEFLOW, kubeflow.is_pod, kubeflow.pod),
+    _Rule(Launcher.ENV, processes.is_env, processes.env),
+    _Rule(Launcher.AZURE_ML, processes.is_azure_mpi, processes.open_mpi),
+    _Rule(Launcher.OPEN_MPI, processes.is_open_mpi, processes.open_mpi),
+    _Rule(Launcher.MPICH, processes.is_mpich, processes.mpich),
+    _Rule(Launcher.SLURM, slurm.is_task, slurm.task),
 )
 
 
@@ -60,7 +60,7 @@ def resolve(environment: Mapping[str, str]) -> Resolved:
     launcher = there[0] if there else Launcher.NONE
     if cluster is not None:
         there.append(cluster.launcher)
-        if launcher is Launcher.NONE or cluster.role is not Role.WORKER:
+        if launcher is Launcher.NONE or cluster.role is not LauncherRole.WORKER:
             launcher = cluster.launcher
         notes.put("role", cluster.role, cluster.where)
         notes.put("trial", cluster.trial, name)

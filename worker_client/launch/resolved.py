@@ -28,7 +28,7 @@ class Launcher(StrEnum):
     TF_CONFIG = "TF_CONFIG"
 
 
-class Role(StrEnum):
+class LauncherRole(StrEnum):
     """What this replica is there for."""
 
     WORKER = "worker"
@@ -41,7 +41,7 @@ class Resolved:
     """Who this process is; None is what nobody said."""
 
     launcher: Launcher = Launcher.NONE  # whose variables said who this process is
-    role: Role = Role.WORKER
+    role: LauncherRole = LauncherRole.WORKER
     rank: int | None = None  # if a process was started for each rank
     world_size: int | None = None
     local_rank: int | None = None

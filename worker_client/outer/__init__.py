@@ -330,7 +330,7 @@ def _quorum(
             "where they decide: a torch.distributed.TCPStore in a process that is none of theirs"
         )
     client.check_subgroups()
-    grace_s = config.patience("grace", grace)
+    grace_s = config.wait_s("grace", grace)
     if not 0 < grace_s < math.inf:
         raise ConfigError(f"grace={grace}: give more than 0 s, and more than an averaging takes")
     return Quorum(client, store, Rules(client.world_size, min_ranks, grace_s, client.timeout_s))

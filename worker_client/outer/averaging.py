@@ -251,7 +251,7 @@ class ByQuorum:
             self._participant.complete()
 
     def _fail(self, error: ReductionError) -> None:
-        """Take note that the attempt has failed, and who is to blame."""
+        """Record that the attempt has failed, and who is to blame."""
         assert self._attempt is not None
         self._error = error
         late: tuple[int, ...] = ()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Pending(NamedTuple):
+class _PendingStep(NamedTuple):
     """A fragment's mean on its way."""
 
     merges_at: int  # the step in which it is merged
@@ -63,7 +63,7 @@ class Fragment:
         self._residual = None if client.wire_dtype == "none" else torch.zeros_like(self.outer)
         self._made = 0  # outer steps
         self._known = 0.0  # those that the rank knows of, by quorum
-        self._pending: _Pending | None = None
+        self._pending: _PendingStep | None = None
 
     @property
     def merges_at(self) -> float:
@@ -92,7 +92,7 @@ class Fragment:
             )
             common = Common(self.outer, self._velocity)
             averaging = ByQuorum(self.quorum, participant, self._gradient, common, self._residual)
-        self._pending = _Pending(merges_at, lr, momentum, averaging)
+        self._pending = _PendingStep(merges_at, lr, momentum, averaging)
 
     def merge(self, step: int, alpha: float) -> ReductionError | None:
         """Make the outer step, and have the rank go on from there; or return why there is none."""
@@ -155,9 +155,9 @@ class Fragment:
         if state["averaging"] is not None:
             merges_at, lr, momentum, mean = state["averaging"]
             self._gradient.copy_(mean)
-            self._pending = _Pending(merges_at, lr, momentum)
+            self._pending = _PendingStep(merges_at, lr, momentum)
 
-    def _arrived(self) -> tuple[_Pending | None, ReductionError | None]:
+    def _arrived(self) -> tuple[_PendingStep | None, ReductionError | None]:
         """Wait for the mean; without one, what the rank has learned stays its own."""
         pending = self._pending
         if pending is None or pending.averaging is None:

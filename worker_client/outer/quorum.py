@@ -198,11 +198,11 @@ class Participant:
         self._end: End | None = None  # once the register says that this rank is out
 
     def complete(self) -> None:
-        """Take note that the rank has the result of its attempt."""
+        """Record that the rank has the result of its attempt."""
         self._complete = True
 
     def fail(self, late: Collection[int]) -> None:
-        """Take note that the rank's attempt has failed.
+        """Record that the rank's attempt has failed.
 
         Args:
             late: members that are to blame; none if it is the rank's own failure.

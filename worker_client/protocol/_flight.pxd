@@ -70,7 +70,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
 
     struct flight_link:
         bint open
-        bint calm
+        bint pings_suppressed
         uint64_t window, in_flight
         uint64_t bytes_sent, bytes_received, bytes_before, results
         uint64_t rtt_ns, min_rtt_ns
@@ -82,10 +82,10 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         flight_link *links
         uint32_t link_count
         header_t identity
-        uint64_t watermark, next, reached, kept_bytes
+        uint64_t watermark, next, reached, retained_bytes
         uint64_t large_bytes
         size_t active, large
-        double earliest, measured_since, steady_until
+        double earliest, measured_since, fast_path_limit
         uint32_t epoch
         numbering_t numbering
         cuts_t cuts
@@ -108,7 +108,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
 
     bint flight_init(flight *self, const void *identity, uint64_t max_chunk_bytes,
                      uint64_t large_bytes) noexcept
-    bint flight_add_link(flight *self, uint64_t window, bint keep, bint in_place) noexcept
+    bint flight_add_link(flight *self, uint64_t window, bint retain, bint in_place) noexcept
     void flight_free(flight *self) noexcept
     bint flight_submit(flight *self, all_reduce *asked, uint64_t chunk_bytes, uint32_t epoch,
                        const range_t *ranges, size_t count, double now) noexcept
@@ -154,26 +154,26 @@ cdef class MeteredCall(Call):
     cdef public uint64_t nbytes
 
 
-cdef class Request(Call):
+cdef class OperationState(Call):
     cdef all_reduce own
-    cdef all_reduce *its  # that, or another thread's that Python has not asked for
+    cdef all_reduce *c  # that, or another thread's that Python has not asked for
     cdef public object view, dtype, op, name, call, refusal, residual, data, write_back, ended
-    cdef public object error, pieces, prepare
+    cdef public object error, pieces, fill
     cdef public object _lead, _missing, _future, _waiters, _lock, _release, _claims
-    cdef public bint more, rounded, over, overdue, quiet, cut
+    cdef public bint more, rounded, over, overdue, unwatched, cut
 
     cdef void adopt(self, all_reduce *foreign)
     cdef aim(self)
 
 
 cdef class CompiledFlight:
-    cdef flight its
+    cdef flight c
     cdef dict _held  # what `submit` has begun, and nobody else keeps
 
-    cpdef bint begin(self, Request operation, double now) except -1
-    cpdef submit(self, Request operation, shards, uint64_t chunk_bytes, uint32_t epoch,
+    cpdef bint begin(self, OperationState operation, double now) except -1
+    cpdef submit(self, OperationState operation, shards, uint64_t chunk_bytes, uint32_t epoch,
                  double now=*)
     cpdef list completed(self)
-    cdef Request owner(self, all_reduce *asked)
-    cdef Request wrapped(self, all_reduce *asked)
+    cdef OperationState owner(self, all_reduce *asked)
+    cdef OperationState wrapped(self, all_reduce *asked)
     cdef uint32_t check(self, link) except? 0

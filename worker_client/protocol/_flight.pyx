@@ -84,14 +84,14 @@ cdef class MeteredCall(Call):
             meter.waited_s += meter.since - since
 
 
-cdef class Request(Call):
+cdef class OperationState(Call):
     """The attributes of an all-reduce; see `worker_client.protocol.operation.Operation`.
 
     What is read and written in every call is in the struct, which any thread may read.
     """
 
     def __cinit__(self):
-        self.its = &self.own
+        self.c = &self.own
 
     def __init__(
         self, view, dtype, op, name, double timeout_s, *, Call call=None, refusal=None,
@@ -111,12 +111,12 @@ cdef class Request(Call):
     cdef void adopt(self, all_reduce *foreign):
         """Be what another thread has asked for, which then hears of the end from the struct."""
         foreign.owner = <void *>self
-        self.its = foreign
+        self.c = foreign
 
     cdef aim(self):
         """Say in the struct what is asked for now."""
         cdef Py_buffer memory
-        if self.its != &self.own:
+        if self.c != &self.own:
             return
         PyObject_GetBuffer(self.view, &memory, PyBUF_SIMPLE)
         PyBuffer_Release(&memory)  # this holds the view
@@ -125,113 +125,113 @@ cdef class Request(Call):
         self.own.call = 0 if self.call is None else (<Call>self.call).number
         self.own.unready = (
             memory.readonly
-            or self.prepare is not None
+            or self.fill is not None
             or self.refusal is not None
             or self.name is not None
         )
 
     @property
     def _ended(self):
-        return self.its.state != ALL_REDUCE_PENDING
+        return self.c.state != ALL_REDUCE_PENDING
 
     @_ended.setter
     def _ended(self, bint ended):
         cdef int state = ALL_REDUCE_PENDING
-        cdef all_reduce *foreign = self.its
+        cdef all_reduce *foreign = self.c
         if ended:
             state = ALL_REDUCE_DONE if self.error is None else ALL_REDUCE_FAILED
         self.own = foreign[0]
-        self.its = &self.own
+        self.c = &self.own
         self.own.state = state
         foreign.state = state  # last: who hears of it may free the struct
 
     @property
     def timeout_s(self):
-        return self.its.timeout_s
+        return self.c.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, double value):
-        self.its.timeout_s = value
+        self.c.timeout_s = value
 
     @property
     def sequence(self):
-        return self.its.sequence
+        return self.c.sequence
 
     @sequence.setter
     def sequence(self, int64_t value):
-        self.its.sequence = value
+        self.c.sequence = value
 
     @property
     def tag(self):
-        return self.its.tag
+        return self.c.tag
 
     @tag.setter
     def tag(self, uint64_t value):
-        self.its.tag = value
+        self.c.tag = value
 
     @property
     def since(self):
-        return self.its.since
+        return self.c.since
 
     @since.setter
     def since(self, uint64_t value):
-        self.its.since = value
+        self.c.since = value
 
     @property
     def history(self):
-        return self.its.history
+        return self.c.history
 
     @history.setter
     def history(self, uint64_t value):
-        self.its.history = value
+        self.c.history = value
 
     @property
     def begun(self):
-        return self.its.begun
+        return self.c.begun
 
     @begun.setter
     def begun(self, double value):
-        self.its.begun = value
+        self.c.begun = value
 
     @property
     def deadline(self):
-        return self.its.deadline
+        return self.c.deadline
 
     @deadline.setter
     def deadline(self, double value):
-        self.its.deadline = value
+        self.c.deadline = value
 
     @property
     def ask_at(self):
-        return self.its.ask_at
+        return self.c.ask_at
 
     @ask_at.setter
     def ask_at(self, double value):
-        self.its.ask_at = value
+        self.c.ask_at = value
 
     @property
     def ask_last_at(self):
-        return self.its.ask_last_at
+        return self.c.ask_last_at
 
     @ask_last_at.setter
     def ask_last_at(self, double value):
-        self.its.ask_last_at = value
+        self.c.ask_last_at = value
 
     @property
     def sent(self):
-        return self.its.sent
+        return self.c.sent
 
     @sent.setter
     def sent(self, double value):
-        self.its.sent = value
+        self.c.sent = value
 
     @property
     def answered(self):
-        return self.its.answered
+        return self.c.answered
 
     @answered.setter
     def answered(self, double value):
-        self.its.answered = value
+        self.c.answered = value
 
 
 cdef class CompiledFlight:
@@ -249,93 +249,93 @@ cdef class CompiledFlight:
     def __cinit__(self, identity, uint64_t large_bytes=MEASURED_BYTES):
         cdef bytes frame = identity._replace(type=MessageType.CONTRIBUTION).pack()
         self._held = {}
-        if not flight_init(&self.its, PyBytes_AsString(frame), MAX_CHUNK_BYTES, large_bytes):
+        if not flight_init(&self.c, PyBytes_AsString(frame), MAX_CHUNK_BYTES, large_bytes):
             raise MemoryError
 
     def __dealloc__(self):
-        flight_free(&self.its)
+        flight_free(&self.c)
 
     @property
     def watermark(self):
         """Every all-reduce below this number is finished here."""
-        return self.its.watermark
+        return self.c.watermark
 
     @property
     def reached(self):
         """Every all-reduce below this number is finished at every rank, as far as is known."""
-        return self.its.reached
+        return self.c.reached
 
     @property
-    def kept_bytes(self):
+    def retained_bytes(self):
         """Bytes of results that are kept."""
-        return self.its.kept_bytes
+        return self.c.retained_bytes
 
     @property
     def active(self):
-        return self.its.active
+        return self.c.active
 
     @property
     def large(self):
-        return self.its.large
+        return self.c.large
 
     @property
     def measured_since(self):
-        return self.its.measured_since
+        return self.c.measured_since
 
     @measured_since.setter
     def measured_since(self, double when):
-        self.its.measured_since = when
+        self.c.measured_since = when
 
     @property
     def earliest(self):
-        return self.its.earliest
+        return self.c.earliest
 
     @earliest.setter
     def earliest(self, double when):
-        self.its.earliest = when
+        self.c.earliest = when
 
     @property
-    def steady_until(self):
-        return self.its.steady_until
+    def fast_path_limit(self):
+        return self.c.fast_path_limit
 
     def set_steady(self, double until, uint32_t epoch=0):
-        self.its.steady_until, self.its.epoch = until, epoch
+        self.c.fast_path_limit, self.c.epoch = until, epoch
 
     @property
     def end_of_numbers(self):
-        return self.its.numbering.number * PLACES + self.its.numbering.place + 1
+        return self.c.numbering.number * PLACES + self.c.numbering.place + 1
 
-    def number(self, Request operation):
+    def number(self, OperationState operation):
         operation.aim()
-        if not numbering_give(&self.its.numbering, operation.its):
+        if not numbering_give(&self.c.numbering, operation.c):
             raise LocalProtocolError(f"a call has at most {PLACES - 1} all-reduces")
 
-    def forget_history(self, Request failed):
-        numbering_forget(&self.its.numbering, failed.its)
+    def forget_history(self, OperationState failed):
+        numbering_forget(&self.c.numbering, failed.c)
 
     def forget_cuts(self, uint64_t turns):
-        cuts_forget(&self.its.cuts, turns)
+        cuts_forget(&self.c.cuts, turns)
 
-    def add_link(self, uint64_t window, bint keep, bint in_place=False):
+    def add_link(self, uint64_t window, bint retain, bint in_place=False):
         """Add a link, shut until `open`.
 
         Args:
             window: bytes that may be in flight.
-            keep: whether to keep the results that come there.
+            retain: whether to keep the results that come there.
             in_place: whether every all-reduce that needs the link ends with it. Then a transport
                 may read its results straight into the buffers: nobody needs what was there.
         """
-        if not flight_add_link(&self.its, window, keep, in_place):
+        if not flight_add_link(&self.c, window, retain, in_place):
             raise MemoryError
 
-    cpdef bint begin(self, Request operation, double now) except -1:
+    cpdef bint begin(self, OperationState operation, double now) except -1:
         operation.aim()
-        if not flight_begin(&self.its, operation.its, now):
+        if not flight_begin(&self.c, operation.c, now):
             return False
         self._held[operation] = None
         return True
 
-    cpdef submit(self, Request operation, shards, uint64_t chunk_bytes, uint32_t epoch,
+    cpdef submit(self, OperationState operation, shards, uint64_t chunk_bytes, uint32_t epoch,
                  double now=0.0):
         """Queue an all-reduce.
 
@@ -346,7 +346,7 @@ cdef class CompiledFlight:
             epoch: version of the shard map.
         """
         cdef range_t *wanted = <range_t *>calloc(len(shards), sizeof(range_t))
-        cdef all_reduce *asked = operation.its
+        cdef all_reduce *asked = operation.c
         cdef bint begun
         if wanted == NULL:
             raise MemoryError
@@ -359,9 +359,9 @@ cdef class CompiledFlight:
             if operation.view.readonly:
                 raise BufferError("the result cannot be written to its buffer")
             begun = flight_submit(
-                &self.its, asked, chunk_bytes, epoch, wanted, len(shards), now
+                &self.c, asked, chunk_bytes, epoch, wanted, len(shards), now
             ) and cuts_remember(
-                &self.its.cuts, asked.nbytes, asked.sequence, asked.dtype, chunk_bytes, wanted,
+                &self.c.cuts, asked.nbytes, asked.sequence, asked.dtype, chunk_bytes, wanted,
                 len(shards),
             )
         finally:
@@ -372,27 +372,27 @@ cdef class CompiledFlight:
 
     def open(self, link):
         """Let contributions be sent to a reducer."""
-        cdef flight_link *its = &self.its.links[self.check(link)]
-        its.open, its.calm = True, False
+        cdef flight_link *c = &self.c.links[self.check(link)]
+        c.open, c.pings_suppressed = True, False
 
-    def set_calm(self, link, calm):
+    def suppress_pings(self, link, pings_suppressed):
         """Take PINGs without a body from a reducer whose latest one had none, or leave them."""
-        self.its.links[self.check(link)].calm = calm
+        self.c.links[self.check(link)].pings_suppressed = pings_suppressed
 
     def set_window(self, link, nbytes):
         """Change how many bytes may be in flight on a link."""
-        self.its.links[self.check(link)].window = nbytes
+        self.c.links[self.check(link)].window = nbytes
 
     def measure_anew(self, link):
         """Forget the shortest round trip of a link."""
-        flight_measure(&self.its, self.check(link))
+        flight_measure(&self.c, self.check(link))
 
     def stats(self, link):
         """Return what is known about a link."""
-        cdef flight_link *its = &self.its.links[self.check(link)]
+        cdef flight_link *c = &self.c.links[self.check(link)]
         return LinkStats(
-            its.window, its.in_flight, its.bytes_sent, its.bytes_received, its.results,
-            its.rtt_ns / 1e9, its.min_rtt_ns / 1e9, its.bytes_received - its.bytes_before,
+            c.window, c.in_flight, c.bytes_sent, c.bytes_received, c.results,
+            c.rtt_ns / 1e9, c.min_rtt_ns / 1e9, c.bytes_received - c.bytes_before,
         )
 
     def refill(self, double now):
@@ -405,7 +405,7 @@ cdef class CompiledFlight:
         cdef turn_t turn = turn_t(0, 0)
         cdef contribution next
         sends = []
-        while flight_next_in_turn(&self.its, &turn, now_ns, &next):
+        while flight_next_in_turn(&self.c, &turn, now_ns, &next):
             view = self.owner(next.chunk.of.of.asked).view
             payload = view[next.header.offset:next.header.offset + next.header.nbytes]
             sends.append(Send(next.chunk.link, (<char *>&next.header)[:HEADER_BYTES], payload))
@@ -419,39 +419,39 @@ cdef class CompiledFlight:
         """
         cdef const unsigned char[::1] head = frame
         cdef const unsigned char[::1] body = payload
-        cdef block *message = block_take(&self.its.pool, body.shape[0])
+        cdef block *message = block_take(&self.c.pool, body.shape[0])
         if message == NULL:
             raise MemoryError
         if body.shape[0]:
             memcpy(message.data, &body[0], body.shape[0])
         cdef bint taken = flight_take(
-            &self.its, self.check(link), &head[0] if head.shape[0] else NULL, head.shape[0],
+            &self.c, self.check(link), &head[0] if head.shape[0] else NULL, head.shape[0],
             message, 0, nanoseconds(now),
         )
-        block_drop(&self.its.pool, message)
+        block_drop(&self.c.pool, message)
         return self.completed() if taken else None
 
     cpdef list completed(self):
         """Return the all-reduces that have ended well, once each."""
         cdef all_reduce *asked
         operations = []
-        while (asked := flight_completed(&self.its)) != NULL:
+        while (asked := flight_completed(&self.c)) != NULL:
             operation = self.owner(asked)
             self._held.pop(operation, None)
             operations.append(operation)
         operations.reverse()
         return operations
 
-    cdef Request owner(self, all_reduce *asked):
+    cdef OperationState owner(self, all_reduce *asked):
         """Return what Python knows an all-reduce by."""
-        return self.wrapped(asked) if asked.owner == NULL else <Request>asked.owner
+        return self.wrapped(asked) if asked.owner == NULL else <OperationState>asked.owner
 
-    cdef Request wrapped(self, all_reduce *asked):
+    cdef OperationState wrapped(self, all_reduce *asked):
         """Return an object for an all-reduce that another thread has asked for."""
         from worker_client.protocol.operation import Operation
 
         view = PyMemoryView_FromMemory(<char *>asked.data, asked.nbytes, PyBUF_WRITE)
-        cdef Request operation = Operation(
+        cdef OperationState operation = Operation(
             view, DType(asked.dtype), ReduceOp(asked.op), None, asked.timeout_s
         )
         operation.adopt(asked)
@@ -459,35 +459,35 @@ cdef class CompiledFlight:
         return operation
 
     def find(self, uint64_t sequence):
-        cdef operation_t *found = flight_find(&self.its, sequence)
+        cdef operation_t *found = flight_find(&self.c, sequence)
         return None if found == NULL else self.owner(found.asked)
 
     def all(self):
         cdef uint64_t sequence
         cdef operation_t *found
         operations = []
-        for sequence in range(self.its.watermark, self.its.next):
-            found = flight_find(&self.its, sequence)
+        for sequence in range(self.c.watermark, self.c.next):
+            found = flight_find(&self.c, sequence)
             if found != NULL:
                 operations.append(self.owner(found.asked))
         return operations
 
     def expects(self, link, sequence, offset):
         """Whether the chunk at this offset is in flight on a link."""
-        return flight_expects(&self.its, self.check(link), sequence, offset)
+        return flight_expects(&self.c, self.check(link), sequence, offset)
 
     def waits_for(self, link, sequence):
         """Whether any chunk of an all-reduce is in flight on a link."""
-        return flight_waits_for(&self.its, self.check(link), sequence)
+        return flight_waits_for(&self.c, self.check(link), sequence)
 
     def forget(self, link, sequence):
         """Expect and send nothing more of an all-reduce on a link."""
-        flight_forget(&self.its, self.check(link), sequence)
+        flight_forget(&self.c, self.check(link), sequence)
 
     def end(self, sequence):
         """End an all-reduce that has failed."""
         operation = self.find(sequence)
-        flight_end(&self.its, sequence)
+        flight_end(&self.c, sequence)
         self._held.pop(operation, None)
 
     def needs(self, link):
@@ -496,8 +496,8 @@ cdef class CompiledFlight:
         cdef uint64_t sequence
         cdef operation_t *found
         needed = []
-        for sequence in range(self.its.watermark, self.its.next):
-            found = flight_find(&self.its, sequence)
+        for sequence in range(self.c.watermark, self.c.next):
+            found = flight_find(&self.c, sequence)
             if found != NULL and operation_needs(found, at):
                 needed.append(sequence)
         return needed
@@ -507,7 +507,7 @@ cdef class CompiledFlight:
 
         Its chunks wait to be moved.
         """
-        flight_shut(&self.its, self.check(link))
+        flight_shut(&self.c, self.check(link))
 
     def carried(self, link, sequence=None):
         """Return the chunks of a link, of one all-reduce or all, with and without results."""
@@ -516,7 +516,7 @@ cdef class CompiledFlight:
         cdef operation_t *of
         memset(&at, 0, sizeof(at))
         found = []
-        while (one := flight_walk(&self.its, &at, self.check(link))) != NULL:
+        while (one := flight_walk(&self.c, &at, self.check(link))) != NULL:
             of = one.of.of
             if sequence is None or of.header.sequence == sequence:
                 found.append(Carried(
@@ -527,19 +527,19 @@ cdef class CompiledFlight:
 
     def move(self, sequence, offset, link):
         """Assign a chunk to another link; it is sent there if its result is not here."""
-        cdef chunk_t *moved = flight_chunk(&self.its, sequence, offset)
+        cdef chunk_t *moved = flight_chunk(&self.c, sequence, offset)
         if moved == NULL:
             raise KeyError(sequence, offset)
-        flight_move(&self.its, moved, self.check(link))
+        flight_move(&self.c, moved, self.check(link))
 
-    def kept(self, sequence, offset):
+    def retained(self, sequence, offset):
         """Return a result that is kept, as a header and the elements; None if it is not."""
-        cdef chunk_t *of = flight_chunk(&self.its, sequence, offset)
+        cdef chunk_t *of = flight_chunk(&self.c, sequence, offset)
         if of == NULL or of.result == NULL:
             return None
         cdef header_t header = of.of.of.header
         header.type = MessageType.RETAINED
-        header.watermark = self.its.watermark
+        header.watermark = self.c.watermark
         header.offset = chunk_offset(of)
         header.nbytes = chunk_nbytes(of)
         return (
@@ -549,9 +549,9 @@ cdef class CompiledFlight:
 
     def confirm(self, reached):
         """Learn that every all-reduce below a number is finished at every rank."""
-        flight_confirm(&self.its, reached)
+        flight_confirm(&self.c, reached)
 
     cdef uint32_t check(self, link) except? 0:
-        if not 0 <= link < self.its.link_count:
+        if not 0 <= link < self.c.link_count:
             raise IndexError(link)
         return link

@@ -112,7 +112,7 @@ class Agreement:
         calls = OFTEN_S / max(self._between_s, self._mean_s, OFTEN_S / self.every)
         return 1 << (max(1, int(calls)).bit_length() - 1)
 
-    def question(self, rate: float, usable_lanes: Sequence[int], before: Operation) -> Operation:
+    def begin_round(self, rate: float, usable_lanes: Sequence[int], before: Operation) -> Operation:
         """Return the all-reduce that finds what all ranks can do.
 
         Args:
@@ -124,9 +124,9 @@ class Agreement:
         self._asked = call + 1
         self._buffer = bytearray(self._layout.pack(int(rate), *usable_lanes))
         view = memoryview(self._buffer)
-        question = Operation(view, DType.INT64, ReduceOp.MIN, NAME, before.timeout_s)
-        question.sequence = call * PLACES
-        return question
+        agreement = Operation(view, DType.INT64, ReduceOp.MIN, NAME, before.timeout_s)
+        agreement.sequence = call * PLACES
+        return agreement
 
     def answer(self) -> list[int]:
         """Take the result of the latest question: the lanes of each that every rank can use."""

@@ -82,8 +82,8 @@ bool operation_needs(const struct operation *operation, uint32_t link)
 
 bool chunk_precedes(const struct chunk *one, const struct chunk *other)
 {
-    uint64_t mine = one->of->of->header.sequence, its = other->of->of->header.sequence;
-    return mine != its ? mine < its : chunk_offset(one) < chunk_offset(other);
+    uint64_t mine = one->of->of->header.sequence, theirs = other->of->of->header.sequence;
+    return mine != theirs ? mine < theirs : chunk_offset(one) < chunk_offset(other);
 }
 
 void chunk_list_put(struct chunk_list *list, struct chunk *chunk)

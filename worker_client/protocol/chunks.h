@@ -43,7 +43,7 @@ struct operation {
     struct header header;        /* what its contributions have in common */
     uint64_t chunk_bytes;        /* size of every chunk but the last of each shard */
     uint64_t remaining;          /* chunks whose result has not come */
-    uint64_t kept;               /* chunks whose result is kept */
+    uint64_t retained;           /* chunks whose result is kept */
     unsigned char *data;         /* the caller's, until the operation has ended */
     uint64_t sent_ns, answered_ns; /* as of `asked`; 0: none yet */
     size_t shard_count;

@@ -10,7 +10,7 @@ from reducer.wire.layout import LARGEST_CHUNK
 from worker_client.protocol.agreement import Agreement
 from worker_client.protocol.flow_control import FlowControl
 from worker_client.protocol.phase import Occurrence, Phase, following
-from worker_client.protocol.shard_map import Plan, ShardMap
+from worker_client.protocol.shard_map import ShardMap, ShardPlan
 
 if TYPE_CHECKING:
     from worker_client.protocol import _flight
@@ -54,7 +54,7 @@ class Context:
         choose = spec.world_size > 1 and not chunk_bytes
         self.agreement = Agreement(choose or spec.replaceable, chunk_bytes, reducers)
         weights = spec.weights or (1,) * reducers
-        self.plan = Plan(weights, spec.chunk_bytes, self.agreement.chunk_bytes_of, self.flight)
+        self.plan = ShardPlan(weights, spec.chunk_bytes, self.agreement.chunk_bytes_of, self.flight)
         self.flow = FlowControl(self.flight, self.agreement.chunk_bytes, spec.window_bytes > 0)
         self._frozen: int | None = None
 

@@ -1,6 +1,6 @@
 """What a session does when it loses a reducer, or all of them (sans I/O).
 
-The rules are those of `reducer/wire/README.md`, section 6. A chunk is known by its all-reduce and
+The rules are those of `docs/protocol.md`, section 6. A chunk is known by its all-reduce and
 its offset, and its bits do not depend on who sums it. So ranks may move a chunk at different times,
 and need not agree on anything but where it goes.
 """
@@ -119,7 +119,7 @@ class Failover:
         return self._lose_reducer(reducer, stage, self._missed(reducer), process)
 
     def welcomed(self, link: Link) -> list[Action]:
-        """Take note that a reducer admits us: it may be one that was waited for."""
+        """Record that a reducer admits us: it may be one that was waited for."""
         self._aborts.welcomed(link)
         return [*self._news(link), *self._claim_all(link), *self.adopt()]
 
@@ -256,12 +256,12 @@ class Failover:
 
     def supply(self, link: Link, header: Header) -> list[Send]:
         """Send a result that a reducer asks for."""
-        kept = self._flight.kept(header.sequence, header.offset)
-        if kept is None:
+        retained = self._flight.retained(header.sequence, header.offset)
+        if retained is None:
             log.debug("all-reduce %d: a result that was asked for is not kept", header.sequence)
             return []
         self.supplied += 1
-        return [Send(link.index, *kept)]
+        return [Send(link.index, *retained)]
 
     def usable_lanes(self) -> list[int]:
         """Return how many lanes of each reducer this rank could use from now on: all, or none."""
@@ -315,7 +315,7 @@ class Failover:
         losses = [self._loss(reducer) for reducer in self.map.lost()]
         if self._renewed:
             losses.append(Loss(ALL_REDUCERS, self._renewed, self.renewed_after))
-        told = [send for loss in losses for send in self._tell([link], loss)]
+        told = [send for loss in losses for send in self._announce([link], loss)]
         return [*told, *self._aborts.pay(link)]
 
     def _lose_reducer(
@@ -347,10 +347,10 @@ class Failover:
                 self.map.lose(reducer, Stage(LAST_EPOCH))
             return [self._leave(link) for link in self._context.members]
         error, self._cause = self._none_left(self._cause or error), None
-        question = self._calls.question  # it fails here as well, and that is no other reason
-        failed = NEVER if question is None else question.sequence
+        agreement = self._calls.agreement  # it fails here as well, and that is no other reason
+        failed = NEVER if agreement is None else agreement.sequence
         actions = [*self.renew(self.map.fresh(), failed), *self._calls.fail_all(error)]
-        return actions + self._aborts.tell_finished(error)
+        return actions + self._aborts.announce_finished(error)
 
     def _lose_host(self, link: Link, reason: str) -> list[Action]:
         """Fail what needs a reducer that another rank hosts: that rank is lost as well."""
@@ -435,7 +435,7 @@ class Failover:
         # Another rank may have lost it while the ranks agreed, and say so for the next epoch.
         self.losses += used
         actions: list[Reset | Send] = [] if stays else [self._leave(link) for link in links]
-        return actions + self._tell(self._context.members, self._loss(reducer))
+        return actions + self._announce(self._context.members, self._loss(reducer))
 
     def _leave(self, link: Link) -> Reset:
         """Give up a connection; what it carries is moved when it is closed."""
@@ -449,11 +449,11 @@ class Failover:
 
     def _claim(self, chunk: Carried, to: int) -> list[Send]:
         """Tell a reducer of a chunk whose result is here."""
-        kept = self._flight.kept(chunk.sequence, chunk.offset)
-        if kept is None:
+        retained = self._flight.retained(chunk.sequence, chunk.offset)
+        if retained is None:
             return []
         self.claimed += 1
-        return [Send(to, kept[0], None)]
+        return [Send(to, retained[0], None)]
 
     def _matters(self, reducer: int, epoch: int) -> bool:
         """Whether anything may be missing at some rank that a reducer carried up to an epoch."""
@@ -468,6 +468,6 @@ class Failover:
         epoch, stage = self.map.lost_for(reducer)
         return Loss(reducer, epoch, stage=stage, incarnation=self._processes.get(reducer, ""))
 
-    def _tell(self, links: Sequence[Link], loss: Loss) -> list[Send]:
+    def _announce(self, links: Sequence[Link], loss: Loss) -> list[Send]:
         header, payload = self._context.header(MessageType.SHARD_MAP).pack(), encode(loss)
         return [Send(link.index, header, payload) for link in links]

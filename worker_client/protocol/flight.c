@@ -11,16 +11,16 @@ static const double STRAGGLER_S = 10.0, LAST_S = 1.0;
 
 void flight_release(struct flight *flight, struct operation *operation)
 {
-    if (operation->kept == 0)
+    if (operation->retained == 0)
         return;
     FOR_EACH_CHUNK(chunk, operation) {
         if (chunk->result == NULL)
             continue;
-        flight->kept_bytes -= chunk_nbytes(chunk);
+        flight->retained_bytes -= chunk_nbytes(chunk);
         block_drop(&flight->pool, chunk->result);
         chunk->result = NULL;
     }
-    operation->kept = 0;
+    operation->retained = 0;
 }
 
 void flight_enqueue(struct flight *flight, struct chunk *chunk)
@@ -38,7 +38,7 @@ void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state 
         chunk_list_take_out(&link->queue, chunk);
     if (chunk->state == CHUNK_SENT) {
         chunk_list_take_out(&link->sent, chunk);
-        link->in_flight -= window_charge(chunk_nbytes(chunk));
+        link->in_flight -= window_cost(chunk_nbytes(chunk));
     }
     chunk->state = state;
 }
@@ -58,13 +58,13 @@ bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk
     return flight->ring != NULL;
 }
 
-bool flight_add_link(struct flight *flight, uint64_t window, bool keep, bool in_place)
+bool flight_add_link(struct flight *flight, uint64_t window, bool retain, bool in_place)
 {
     size_t count = flight->link_count;
     struct flight_link *links = realloc(flight->links, (count + 1) * sizeof *links);
     if (links == NULL)
         return false;
-    links[count] = (struct flight_link){.window = window, .keep = keep, .in_place = in_place};
+    links[count] = (struct flight_link){.window = window, .retain = retain, .in_place = in_place};
     flight->links = links;
     flight->link_count++;
     return true;
@@ -197,7 +197,7 @@ bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chu
 bool flight_begin(struct flight *flight, struct all_reduce *asked, double now)
 {
     uint64_t sequence = numbering_next(&flight->numbering, asked);
-    if (asked->unready || sequence == NO_SEQUENCE || (double)sequence >= flight->steady_until)
+    if (asked->unready || sequence == NO_SEQUENCE || (double)sequence >= flight->fast_path_limit)
         return false;
     const struct cut *cut = cuts_find(&flight->cuts, asked->nbytes, sequence, asked->dtype);
     if (cut == NULL)
@@ -235,7 +235,7 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     uint32_t nbytes = chunk_nbytes(chunk);
     /* What was moved here may precede all in flight; that must not wait for them, as at another
      * rank they may wait for it. */
-    if (link->in_flight + window_charge(nbytes) > link->window && sent != NULL &&
+    if (link->in_flight + window_cost(nbytes) > link->window && sent != NULL &&
         !chunk_precedes(chunk, sent))
         return false;
     chunk_list_take_out(&link->queue, chunk);
@@ -244,7 +244,7 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     chunk->sent_ns = now_ns;
     if (chunk->of->of->answered_ns == 0)
         chunk->of->of->sent_ns = now_ns;
-    link->in_flight += window_charge(nbytes);
+    link->in_flight += window_cost(nbytes);
     link->bytes_sent += nbytes;
     next->chunk = chunk;
     next->header = *common;
@@ -344,7 +344,7 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     struct flight_link *link = &flight->links[link_index];
     struct header header;
     size_t payload_bytes = payload == NULL ? placed_bytes : payload->nbytes;
-    if (payload_bytes == 0 && link->open && link->calm &&
+    if (payload_bytes == 0 && link->open && link->pings_suppressed &&
         header_read(&header, frame, frame_bytes) && header.type == TYPE_PING) {
         flight_confirm(flight, header.watermark);
         return true;
@@ -362,10 +362,10 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     flight_settle(flight, chunk, CHUNK_DONE);
     link->bytes_received += header.nbytes;
     link->results++;
-    if (link->keep && payload != NULL) {
+    if (link->retain && payload != NULL) {
         chunk->result = block_share(payload);
-        operation->kept++;
-        flight->kept_bytes += header.nbytes;
+        operation->retained++;
+        flight->retained_bytes += header.nbytes;
     }
     if (header.watermark > flight->reached)
         flight_confirm(flight, header.watermark);
@@ -392,7 +392,7 @@ static struct all_reduce *take_completed(struct flight *flight, struct operation
     asked->answered = (double)operation->answered_ns / 1e9;
     operation->asked = NULL;
     operation->data = NULL; /* it is the caller's again */
-    if (operation->kept > 0 && operation->header.sequence >= flight->reached) {
+    if (operation->retained > 0 && operation->header.sequence >= flight->reached) {
         operation->following = flight->ended;
         flight->ended = operation;
     } else {

@@ -12,9 +12,9 @@ struct flight_link {
     struct chunk_list queue; /* chunks to send */
     struct chunk_list sent;  /* chunks in flight */
     bool open;               /* contributions may be sent */
-    bool keep;               /* results that come here are kept */
+    bool retain;             /* results that come here are kept */
     bool in_place;           /* what needs this link ends with it: results may be read in place */
-    bool calm;               /* the reducer's latest PING had no body: another such is no news */
+    bool pings_suppressed;   /* the reducer's latest PING had no body: another such is no news */
     uint64_t window, in_flight;
     uint64_t bytes_sent, bytes_received, results;
     uint64_t bytes_before; /* received when it was measured last */
@@ -31,7 +31,7 @@ struct flight {
     struct operation **ring;
     uint64_t mask, watermark, next;
     uint64_t reached;            /* every operation below is finished at every rank */
-    uint64_t kept_bytes;
+    uint64_t retained_bytes;
     atomic_size_t active; /* operations in progress */
     double earliest; /* no deadline is before this time */
     uint64_t large_bytes; /* from this size on all-reduces say what a link can carry: */
@@ -41,7 +41,7 @@ struct flight {
     struct cuts cuts;
     /* Nothing stands in the way of all-reduces below this number, in this version of the shard map,
      * unless something happens: then the session sets 0. */
-    double steady_until;
+    double fast_path_limit;
     uint32_t epoch;
     struct operation *completed; /* that the session has not heard of, latest first */
     struct operation *ended;     /* whose results are kept, latest first */
@@ -70,7 +70,7 @@ struct walk {
 bool flight_init(struct flight *flight, const void *identity, uint64_t max_chunk_bytes,
                  uint64_t large_bytes);
 /* Adds a link, which is shut. False: out of memory. */
-bool flight_add_link(struct flight *flight, uint64_t window, bool keep, bool in_place);
+bool flight_add_link(struct flight *flight, uint64_t window, bool retain, bool in_place);
 void flight_free(struct flight *flight);
 
 /* Starts an all-reduce over ranges that are ascending, disjoint and together the whole buffer; its

@@ -1,6 +1,6 @@
 """What a session asks for, and what it hears of its flight (sans I/O).
 
-The rules are those of `reducer/wire/README.md`, section 5.
+The rules are those of `docs/protocol.md`, section 5.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Resumption:
         return self.header._replace(offset=read).pack(), body
 
 
-class Keep(NamedTuple):
+class MakeResumable(NamedTuple):
     """Have a link's connections go on over others when they break.
 
     Attributes:
@@ -163,4 +163,4 @@ class HandOver(NamedTuple):
     calls: list[Unfinished]
 
 
-Action = Send | Finish | Connect | Keep | AddStreams | Reset | HandOver
+Action = Send | Finish | Connect | MakeResumable | AddStreams | Reset | HandOver

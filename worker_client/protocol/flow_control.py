@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from reducer.wire.constants import FAR_S
-from reducer.wire.layout import LARGEST_CHUNK, charge
+from reducer.wire.layout import LARGEST_CHUNK, cost
 
 if TYPE_CHECKING:
     from worker_client.protocol import _flight
@@ -26,7 +26,7 @@ SAMPLES = 16  # the best rate, and the shortest round trip, of so many measureme
 FAR_ROUND_TRIPS = 5  # that a chunk takes there, if packets are lost: each holds up what comes later
 
 
-def most_per_link(window_bytes: int, chunk_bytes: int, reducers: int) -> int:
+def window_limit(window_bytes: int, chunk_bytes: int, reducers: int) -> int:
     """Return what a worker asks a reducer for: the most that it will ever have in flight there.
 
     Args:
@@ -37,7 +37,7 @@ def most_per_link(window_bytes: int, chunk_bytes: int, reducers: int) -> int:
     Returns:
         Bytes; never below two chunks.
     """
-    chunk = charge(chunk_bytes or LARGEST_CHUNK)
+    chunk = cost(chunk_bytes or LARGEST_CHUNK)
     return max((window_bytes or MOST_BYTES) // reducers, 2 * chunk)
 
 
@@ -68,7 +68,7 @@ class FlowControl:
         self.chunk_bytes = chunk_bytes
         self._flight = flight
         self._forced = forced
-        self._most: dict[int, int] = {}
+        self._limits: dict[int, int] = {}
         self._shares: dict[int, float] = {}
         self._far_s: dict[int, float] = {}  # round trips of the network, where they are long
         self._wanted: dict[int, int] = {}  # windows of links whose reducers may be asked for more
@@ -81,27 +81,27 @@ class FlowControl:
     def admit(
         self,
         link: int,
-        most: int,
+        limit: int,
         share: float,
         round_trip_s: float = 0.0,
         *,
-        grows: bool = False,
+        can_grow: bool = False,
     ) -> None:
         """Begin with a link that the reducer has opened.
 
         Args:
             link: its index.
-            most: the window that the reducer allows, bytes.
+            limit: the window that the reducer allows, bytes.
             share: what the reducer owns, relative to the one that owns most, 0 to 1.
             round_trip_s: of the network alone, seconds; 0 if that is not known.
-            grows: whether the reducer may allow more later.
+            can_grow: whether the reducer may allow more later.
         """
         self.dismiss(link)
         if round_trip_s >= FAR_S:
             self._far_s[link] = round_trip_s
-            if grows and not self._forced:
+            if can_grow and not self._forced:
                 self._wanted[link] = 0
-        self._most[link] = most
+        self._limits[link] = limit
         self._shares[link] = share
         self._rates[link] = deque(maxlen=SAMPLES)
         self._trips_s[link] = deque(maxlen=SAMPLES)
@@ -110,7 +110,7 @@ class FlowControl:
 
     def dismiss(self, link: int) -> None:
         """End with a link that is lost, until it is admitted anew."""
-        self._most.pop(link, None)
+        self._limits.pop(link, None)
         self._rates.pop(link, None)
         self._far_s.pop(link, None)
         self._wanted.pop(link, None)
@@ -122,7 +122,7 @@ class FlowControl:
         return sum(max(rates, default=0.0) for rates in self._rates.values())
 
     def ended(self, now: float) -> None:
-        """Take note that an all-reduce of `MEASURED_BYTES` or more has ended well, at `now`."""
+        """Record that an all-reduce of `MEASURED_BYTES` or more has ended well, at `now`."""
         if now - self._flight.measured_since >= self._farthest_s:
             self._look(now)
 
@@ -138,15 +138,15 @@ class FlowControl:
         due = []
         for link, wanted in self._wanted.items():
             after, pause = self._asks.get(link, (now, ASK_S))
-            if wanted > self._most[link] and now >= after:
+            if wanted > self._limits[link] and now >= after:
                 self._asks[link] = now + pause, min(2 * pause, MOST_ASK_S)
                 due.append((link, wanted))
         return due
 
-    def grant(self, link: int, nbytes: int) -> None:
+    def raise_limit(self, link: int, nbytes: int) -> None:
         """Record the larger window that a reducer has granted, bytes; the next look uses it."""
-        if link in self._wanted and nbytes > self._most[link]:
-            self._most[link] = nbytes
+        if link in self._wanted and nbytes > self._limits[link]:
+            self._limits[link] = nbytes
             after, _ = self._asks.get(link, (0.0, ASK_S))
             self._asks[link] = after, ASK_S
 
@@ -160,7 +160,7 @@ class FlowControl:
         if elapsed <= 0:
             return
         self._flight.measured_since = now
-        for link in self._most:
+        for link in self._limits:
             stats = self._flight.stats(link)
             self._flight.measure_anew(link)
             if stats.measured:  # a link that waits says nothing about what it can carry
@@ -173,11 +173,11 @@ class FlowControl:
             self._set_window(link, carried * min(self._trips_s[link], default=0.0))
 
     def _set_window(self, link: int, distance: float) -> None:
-        most = self._most[link]
-        window = most if self._forced else min(most, self._window(link, distance))
+        limit = self._limits[link]
+        window = limit if self._forced else min(limit, self._window(link, distance))
         self._flight.set_window(link, window)
 
     def _window(self, link: int, distance: float) -> int:
         """Return the window for a distance, bytes: with what keeps both ends of the link busy."""
-        busy = max(BUSY_BYTES, BUSY_CHUNKS * charge(self.chunk_bytes)) * self._shares[link] ** 2
-        return min(int(busy + distance), MOST_FAR_BYTES // len(self._most))
+        busy = max(BUSY_BYTES, BUSY_CHUNKS * cost(self.chunk_bytes)) * self._shares[link] ** 2
+        return min(int(busy + distance), MOST_FAR_BYTES // len(self._limits))

@@ -12,7 +12,7 @@ from reducer.wire import authentication
 from reducer.wire.constants import FAR_S, FEATURES, Feature, MessageType
 from reducer.wire.messages import Challenge, Hello, Stream, Welcome, decode, encode
 from reducer.wire.states import LinkState, Role
-from worker_client.protocol.flight import AddStreams, Connect, Keep, Resumption, Send
+from worker_client.protocol.flight import AddStreams, Connect, MakeResumable, Resumption, Send
 from worker_client.protocol.link import Link
 from worker_client.protocol.phase import Occurrence, Phase
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # TCP's window grows a little each round trip, and a loss cuts it: so what one connection carries
 # where there are losses goes down with the round trip. Each 25 ms bring another one, up to 8.
 STREAM_S, MOST_STREAMS = 0.025, 8
-RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its AWAY_S
+RETRY_S = 0.25  # before a reducer that has refused us is asked again: often in its UNREACHABLE_S
 
 
 def auto_streams(round_trip_s: float) -> int:
@@ -64,7 +64,7 @@ class Joining:
         return self._context.phase is not Phase.JOINING
 
     def complete_if_done(self) -> None:
-        """Take note that joining is complete, if it is."""
+        """Record that joining is complete, if it is."""
         if not self.complete and self.done:
             self._context.occur(Occurrence.JOINED)
 
@@ -85,7 +85,7 @@ class Joining:
             self._since = now
         # Who refuses us knows more than who has been restarted: of another process, perhaps.
         begin_s = math.inf if self._refused else self._spec.begin_without_s
-        if now < self._since + min(self._spec.patience_s, begin_s):
+        if now < self._since + min(self._spec.reducers_timeout_s, begin_s):
             return []
         late = {link.reducer for link in self._links if not link.member}
         if late.isdisjoint(self._spec.hosts):
@@ -108,7 +108,7 @@ class Joining:
             settings=dict(s.agreed),
             run=s.run,
             process=s.process,
-            patience_ms=round(1000 * s.heartbeats.patience_s),
+            patience_ms=round(1000 * s.heartbeats.peer_timeout_s),
             host_name=s.host_name,
             auth=authentication.nonce() if self._has_secret(link) else "",
             features=self._features(link),
@@ -151,8 +151,10 @@ class Joining:
         link.incarnation = welcome.incarnation
         self._refused.discard(link.index)
         share = self._context.plan.share(link)
-        grows = bool(welcome.features & Feature.CREDIT)
-        self._context.flow.admit(link.index, header.window, share, link.round_trip_s, grows=grows)
+        can_grow = bool(welcome.features & Feature.CREDIT)
+        self._context.flow.admit(
+            link.index, header.window, share, link.round_trip_s, can_grow=can_grow
+        )
         self._context.flight.open(link.index)
         link.ticket = welcome.ticket
         link.resumes = bool(welcome.features & Feature.RESUME)
@@ -166,17 +168,17 @@ class Joining:
             self.complete_if_done()
         return connects
 
-    def connections(self, link: Link) -> list[Keep | AddStreams]:
+    def connections(self, link: Link) -> list[MakeResumable | AddStreams]:
         """Ask for what a link that has been welcomed is to have besides its first connection."""
         streams = self._spec.streams or auto_streams(link.round_trip_s)
         if link.hello is None or not (link.member and link.ticket):
             return []
         header = link.hello[0]._replace(window=0, watermark=0)
         secret = self._spec.secret if self._has_secret(link) else b""
-        asked: list[Keep | AddStreams] = []
+        asked: list[MakeResumable | AddStreams] = []
         if link.resumes:
             resume = header._replace(type=MessageType.RESUME)
-            asked.append(Keep(link.index, Resumption(resume, link.ticket, secret)))
+            asked.append(MakeResumable(link.index, Resumption(resume, link.ticket, secret)))
         if streams > 1:
             payloads = []
             for number in range(1, streams):
@@ -192,10 +194,10 @@ class Joining:
         return features | (Feature.RESUME if far else Feature(0))
 
     def refuse(self, link: Link, error: ReductionError, now: float) -> None:
-        """Take note that a reducer does not admit us; later it may."""
+        """Record that a reducer does not admit us; later it may."""
         link.refusal = error
         self._refused.add(link.index)
-        if self.complete or self._spec.patience_s < math.inf or may_pass(error):
+        if self.complete or self._spec.reducers_timeout_s < math.inf or may_pass(error):
             self._retries[link.index] = now + RETRY_S
 
     def retry(self, now: float) -> list[Link]:

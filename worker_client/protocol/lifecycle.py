@@ -84,7 +84,7 @@ class Calls:
         numbering: gives them their numbers.
         aborts: tells reducers of a bad end.
         final: why nothing is begun any more, if the ranks that are left go on elsewhere.
-        question: the one by which the ranks are agreeing, if they are.
+        agreement: the one by which the ranks are agreeing, if they are.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Calls:
         self.numbering = Numbering(context.flight)
         self.aborts = Aborts(context)
         self.final: RankLostError | None = None
-        self.question: Operation | None = None
+        self.agreement: Operation | None = None
         self._context = context
         self._flight = context.flight
         self._ended = ended
@@ -144,11 +144,11 @@ class Calls:
         if self._paused_s and isinstance(error, (RankLostError, ReducerLostError)):
             error = self._explain(error)
         actions = self.drop(operation, error)
-        actions += self.aborts.tell(operation.sequence, error, told_by)
+        actions += self.aborts.announce(operation.sequence, error, told_by)
         return actions + self._fail_others(operation, error)
 
     def note_pause(self, seconds: float) -> None:
-        """Take note that a reducer ended its connection as this process did not run for so long.
+        """Record that a reducer ended its connection as this process did not run for so long.
 
         Until a result comes, that is why anything is lost.
         """
@@ -172,7 +172,7 @@ class Calls:
     def refuse(self, operation: Operation, error: ReductionError) -> list[Action]:
         """End an all-reduce that cannot begin at this rank, and tell the reducers why."""
         self.numbering.forget(operation, error)
-        actions: list[Action] = [*self.aborts.tell(operation.sequence, error)]
+        actions: list[Action] = [*self.aborts.announce(operation.sequence, error)]
         actions += self._ended(operation, error)
         return actions + self._fail_others(operation, error)
 
@@ -181,7 +181,7 @@ class Calls:
         actions: list[Action] = []
         for other in self._others(operation):
             actions += self.drop(other, error)
-            actions += self.aborts.tell(other.sequence, error)
+            actions += self.aborts.announce(other.sequence, error)
         return actions
 
     def _others(self, operation: Operation) -> list[Operation]:
@@ -212,7 +212,7 @@ class Calls:
         return [one for one in self._context.links if self._flight.waits_for(one.index, sequence)]
 
     def may_be_handed_over(self, sequence: int) -> None:
-        """Take note of what is asked for, and forget what is finished at every rank."""
+        """Record what is asked for, and forget what is finished at every rank."""
         self._asked.append(sequence)
         while self._asked[0] < self._flight.reached:
             self._asked.popleft()
@@ -245,7 +245,7 @@ class Calls:
         found: dict[int, dict[int, bytes]] = {}
         for link in self._context.links:
             for chunk in self._flight.carried(link.index):
-                kept = self._flight.kept(chunk.sequence, chunk.offset) if chunk.done else None
+                kept = self._flight.retained(chunk.sequence, chunk.offset) if chunk.done else None
                 if kept is not None:
                     offset = Header.unpack(kept[0]).offset
                     found.setdefault(chunk.sequence, {})[offset] = bytes(kept[1])
@@ -260,11 +260,13 @@ class Aborts:
         self._flight = context.flight
         self._failed: deque[Failed] = deque()  # what some rank may not have finished
 
-    def tell(self, sequence: int, error: ReductionError, told_by: Link | None = None) -> list[Send]:
+    def announce(
+        self, sequence: int, error: ReductionError, told_by: Link | None = None
+    ) -> list[Send]:
         """Tell all reducers but the one that has told us that an all-reduce cannot be finished."""
         return self._note(Failed(sequence, sequence, error), told_by)
 
-    def tell_finished(self, error: ReductionError) -> list[Send]:
+    def announce_finished(self, error: ReductionError) -> list[Send]:
         """Tell that nobody can have results from here that other ranks may still lack."""
         reached, watermark = self._flight.reached, self._flight.watermark
         if reached == watermark:
@@ -288,7 +290,7 @@ class Aborts:
         return sends
 
     def welcomed(self, link: Link) -> None:
-        """Take note that a reducer is to be told everything: it may be another process now."""
+        """Record that a reducer is to be told everything: it may be another process now."""
         link.untold = list(self._failed)
 
     def pay(self, link: Link) -> list[Send]:
@@ -310,7 +312,7 @@ class Aborts:
         return Send(link.index, header.pack(), encode_error(failed.error))
 
 
-class RollCall:
+class LostRankTracker:
     """What reducers have said of ranks.
 
     Args:
@@ -332,8 +334,8 @@ class RollCall:
         said = tuple(self._lost.items())  # as another thread may ask
         return {rank for link, lost in said if uses(links[link].reducer) for rank in lost}
 
-    def hear(self, link: Link, lost: tuple[int, ...], now: float) -> None:
-        """Take note of the ranks that are lost at a reducer, by its latest PING."""
+    def record(self, link: Link, lost: tuple[int, ...], now: float) -> None:
+        """Record the ranks that are lost at a reducer, by its latest PING."""
         if link.index in self._outdated:
             self._outdated.discard(link.index)
             return
@@ -365,7 +367,7 @@ class RollCall:
             return RankLostError(why, rank=lost[0])
         operation.missing = tuple(missing)
         waited = now - operation.begun
-        if waited >= STRAGGLER_S and not operation.quiet:
+        if waited >= STRAGGLER_S and not operation.unwatched:
             log.warning(
                 "%s: reducer %s waits for rank %s, %.0f s so far",
                 operation,

@@ -51,7 +51,7 @@ class Link:
     reducer: int
     lane: int
     address: str
-    state: LinkState = LinkState.STRANGER
+    state: LinkState = LinkState.NOT_JOINED
     up: bool = False
     round_trip_s: float = 0.0
     incarnation: str = ""
@@ -71,7 +71,7 @@ class Link:
         return self.state in {LinkState.MEMBER, LinkState.DRAINING}
 
     def spend(self, carried: Iterable[int]) -> None:
-        """Take note of the all-reduces in progress here, as the reducer is lost."""
+        """Record the all-reduces in progress here, as the reducer is lost."""
         latest = max(carried, default=-1)
         if latest >= 0:
             self.spent = self.incarnation, latest
@@ -86,6 +86,6 @@ class Link:
         return incarnation == self.incarnation and latest >= reached
 
     def disconnect(self) -> None:
-        """Take note that the connection has ended."""
+        """Record that the connection has ended."""
         self.up = False
-        self.state = LinkState.STRANGER
+        self.state = LinkState.NOT_JOINED

@@ -26,7 +26,7 @@ HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear tha
 _KEPT_NAMES = 4096
 
 
-class Operation(_flight.Request, Work):
+class Operation(_flight.OperationState, Work):
     """What is asked for, and the handle of whoever does; how far it is, the flight knows.
 
     Args:
@@ -35,8 +35,8 @@ class Operation(_flight.Request, Work):
         op: reduction.
         name: the caller's name for it, compared between ranks; None for none.
         timeout_s: seconds from submission to the deadline.
-        call: what all operations of one call have in common, and follow each other with; None for
-            a call that is this operation alone.
+        call: identity that all operations of a call share, which get consecutive numbers; None
+            for a call of this operation alone.
         refusal: why it cannot be done at this rank: it uses its number up, and the others hear why.
         more: whether another one of its call follows.
         rounded: whether it is to be rounded to travel.
@@ -61,8 +61,8 @@ class Operation(_flight.Request, Work):
         overdue: whether its deadline has passed and the reducers were asked who is missing.
         pieces: all-reduces that it is made of, if it is, and that have not ended.
         cut: whether it is one of as many pieces as a call may have, so that none is cut again.
-        prepare: fills `view`, or waits until it is filled; called before a piece begins.
-        quiet: whether others may take their time, so that no warning says whom it waits for.
+        fill: fills `view`, or waits until it is filled; called before a piece begins.
+        unwatched: whether others may take their time, so that no warning says whom it waits for.
     """
 
     __slots__ = ()
@@ -108,12 +108,12 @@ class Operation(_flight.Request, Work):
         """
         self.pieces = dict.fromkeys(pieces)
         self._release = release
-        # Whoever gets the first number from it writes back. Not a lock: a signal handler may come
-        # at any instant, and shut the client down.
+        # The thread that gets its first number writes back. It is no lock, as a signal handler may
+        # run at any instant, and shut the client down.
         self._claims = itertools.count()
 
     def piece_ended(self, piece: Operation, error: Exception | None) -> None:
-        """Take note that a piece has ended, and end if all have. It may be said twice."""
+        """Record that a piece has ended, and end if all have. It may be said twice."""
         if not self._ended:  # else it is said again, after an interrupt
             self.error = self.error or error
             self.sequence = max(self.sequence, piece.sequence)
@@ -128,7 +128,7 @@ class Operation(_flight.Request, Work):
             try:
                 if release is not None:
                     release(self.error)
-            except Exception as refused:  # noqa: BLE001 (whoever waits gets it)
+            except Exception as refused:  # noqa: BLE001 (its waiter gets it)
                 self.error = self.error or refused
         self.end(self.error)
 

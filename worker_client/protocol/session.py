@@ -1,6 +1,6 @@
 """The worker's protocol logic: join, failures, deadlines, farewell (sans I/O).
 
-Events and `now` go in, actions come out; the rules are those of `reducer/wire/README.md`. What is
+Events and `now` go in, actions come out; the rules are those of `docs/protocol.md`. What is
 healthy and frequent, contributions and results, is the flight's business.
 """
 
@@ -29,7 +29,7 @@ from worker_client.protocol.context import Context
 from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
 from worker_client.protocol.joining import Joining, may_pass
-from worker_client.protocol.lifecycle import FIRST_PLACE, Calls, RollCall
+from worker_client.protocol.lifecycle import FIRST_PLACE, Calls, LostRankTracker
 from worker_client.protocol.operation import Unfinished
 from worker_client.protocol.phase import Occurrence, Phase
 from worker_client.protocol.shard_map import Stage
@@ -66,12 +66,12 @@ class Session:
         self._context = context = Context(spec, flight, MEASURED_BYTES)
         self.spec = spec
         self.links, self.flight, self.plan = context.links, context.flight, context.plan
-        self._held: list[tuple[Operation, float]] = []  # calls that wait for an answer,
-        self._asked_in = 0  # and the epoch in which the ranks were asked for it
+        self._queued: list[tuple[Operation, float]] = []  # calls that wait for an answer,
+        self._agreement_epoch = 0  # and the epoch in which the ranks were asked for it
         self._joining = Joining(context)
         self.calls = Calls(context, self._ended)
         self.failover = Failover(context, self.calls)
-        self._roll_call = RollCall(context, self.calls.active)
+        self._lost_rank_tracker = LostRankTracker(context, self.calls.active)
         self.handed_over = False
         self.looks_at = self._now = 0.0  # (`_now`: when it last looked)
 
@@ -87,7 +87,7 @@ class Session:
         """Why a reducer refused this worker, if one did, and there is no going on without it."""
         refusals = [link.refusal for link in self.links if link.refusal is not None]
         refusals = [refusal for refusal in refusals if not may_pass(refusal)]
-        if self.spec.patience_s < math.inf:
+        if self.spec.reducers_timeout_s < math.inf:
             barred = all(isinstance(link.refusal, AuthError) for link in self.links)
             final = (AuthError,) if barred else (StaleGenerationError,)
             refusals = [one for one in refusals if isinstance(one, final)]
@@ -106,7 +106,7 @@ class Session:
     @property
     def lost_ranks(self) -> set[int]:
         """Ranks that a reducer in use has lost, or that have left."""
-        return self._roll_call.lost
+        return self._lost_rank_tracker.lost
 
     @property
     def straggler(self) -> Straggler | None:
@@ -143,7 +143,7 @@ class Session:
         return []
 
     def refused(self, index: int, error: AuthError) -> list[Action]:
-        """Take note that there is no connection to a reducer, for want of the right key."""
+        """Record that there is no connection to a reducer, for want of the right key."""
         self._something_happened()
         link = self.links[index]
         if self._joining.complete and link.refusal is None:  # else the caller hears, or has
@@ -158,7 +158,7 @@ class Session:
         if self.flight.begin(operation, now):
             return []
         self.calls.numbering.give(operation)
-        if operation.sequence < self.flight.steady_until and operation.refusal is None:
+        if operation.sequence < self.flight.fast_path_limit and operation.refusal is None:
             self._begin(operation, now)
             return []
         agreement = self._context.agreement
@@ -167,7 +167,7 @@ class Session:
         if self.spec.fallback and not self.handed_over:
             self.calls.may_be_handed_over(operation.sequence)
         actions = self._move_on(self._go_on(operation, now))
-        if self._is_steady():
+        if self._may_take_fast_path():
             due = agreement.next_due(operation.sequence)
             self.flight.set_steady(due, self._context.map.epoch)
         return actions
@@ -180,26 +180,26 @@ class Session:
         if context.phase is Phase.GOING_ON_ELSEWHERE:
             return [Finish(operation, calls.final)]
         if context.phase in {Phase.AGREEING, Phase.HANDING_OVER}:
-            self._held.append((operation, now))
-            question, deadline = calls.question, now + operation.timeout_s
-            if question is not None and not question.overdue and deadline < question.deadline:
-                # It keeps nobody waiting longer than the calls that wait for it.
-                calls.active.expect(question, deadline)
+            self._queued.append((operation, now))
+            agreement, deadline = calls.agreement, now + operation.timeout_s
+            if agreement is not None and not agreement.overdue and deadline < agreement.deadline:
+                # Its deadline is no later than those of the calls that wait for it.
+                calls.active.expect(agreement, deadline)
             return []
         if not context.agreement.due(operation.sequence):
             return self._start(operation, now)
-        self._held.append((operation, now))
+        self._queued.append((operation, now))
         usable_lanes = self.failover.usable_lanes()
-        calls.question = context.agreement.question(context.flow.rate, usable_lanes, operation)
-        self._asked_in = context.map.epoch
+        calls.agreement = context.agreement.begin_round(context.flow.rate, usable_lanes, operation)
+        self._agreement_epoch = context.map.epoch
         context.occur(Occurrence.ASKED)
-        return self._start(calls.question, now)
+        return self._start(calls.agreement, now)
 
     def _start(self, operation: Operation, now: float) -> list[Action]:
         if operation.refusal is not None:
             return self.calls.refuse(operation, operation.refusal)
         shards = self._begin(operation, now)
-        self._roll_call.begin(now)
+        self._lost_rank_tracker.begin(now)
         actions: list[Action] = []
         for shard in shards:
             link = self.links[shard.link]
@@ -216,12 +216,12 @@ class Session:
             self.calls.names.remember(operation)
         return shards
 
-    def _is_steady(self) -> bool:
+    def _may_take_fast_path(self) -> bool:
         """Whether a call could be begun at once, and needs no thought but whether it is due."""
         context = self._context
         return (
             context.phase in {Phase.RECOVERING, Phase.STEADY}
-            and not (self.spec.fallback or context.agreement.wanted or self._roll_call.lost)
+            and not (self.spec.fallback or context.agreement.wanted or self._lost_rank_tracker.lost)
             and context.map.intact
             and all(link.state is LinkState.MEMBER for link in self.links)
         )
@@ -233,33 +233,33 @@ class Session:
         self._joining.complete_if_done()
 
     def _ended(self, operation: Operation, error: ReductionError | None) -> list[Action]:
-        if operation is self.calls.question:
+        if operation is self.calls.agreement:
             return self._answered(operation.sequence, error)
         return [Finish(operation, error)]
 
     def _answered(self, sequence: int, error: ReductionError | None) -> list[Action]:
         """Go on with what the ranks have agreed on, or with what was before."""
-        self.calls.question = None
+        self.calls.agreement = None
         self._context.occur(Occurrence.ANSWERED)
         actions: list[Action] = []
         if self._context.phase is Phase.RECOVERING:  # else what is held fails
             actions += self._conclude(sequence, error)
         if self.failover.final:
             return actions
-        held, self._held = self._held, []
-        for operation, now in held:
+        queued, self._queued = self._queued, []
+        for operation, now in queued:
             actions += self._go_on(operation, now)
         return actions
 
     def _conclude(self, sequence: int, error: ReductionError | None) -> list[Action]:
         context = self._context
-        if error is None and context.map.epoch != self._asked_in:
+        if error is None and context.map.epoch != self._agreement_epoch:
             log.debug("ranks have begun anew since they asked which reducers to use")
         elif error is None:
             actions = self.failover.agree(context.agreement.answer(), sequence)
-            self._roll_call.agreed()
+            self._lost_rank_tracker.agreed()
             for link in self.links:  # the next PING counts, even if it says nothing
-                self.flight.set_calm(link.index, False)
+                self.flight.suppress_pings(link.index, False)
             context.agreement.wanted = False  # as far as is known; it is looked at again soon
             log.debug("chunks of %d bytes", context.agreement.chunk_bytes)
             return actions
@@ -287,22 +287,22 @@ class Session:
             log.warning("reducer %s: %s", link.address, error)
             if before in {LinkState.MEMBER, LinkState.DRAINING}:
                 return self._move_on(self.failover.lose(link, error))
-            link.state = LinkState.STRANGER
+            link.state = LinkState.NOT_JOINED
             self._joining.refuse(link, error, self._now)
             return []
 
     def completed(self, operations: list[Operation], now: float) -> list[Action]:
-        """Take note that the flight has all results of these all-reduces."""
+        """Record that the flight has all results of these all-reduces."""
         actions: list[Action] = []
         for operation in operations:
             if operation.view.nbytes >= MEASURED_BYTES:
                 self._context.flow.ended(now)
-            if operation is self.calls.question:
+            if operation is self.calls.agreement:
                 actions += self._answered(operation.sequence, None)
             else:
                 actions.append(Finish(operation, None))
         # In a steady state there is nothing to move on from, and this is called with every result.
-        if self.flight.steady_until:
+        if self.flight.fast_path_limit:
             return actions
         return self._move_on(actions)
 
@@ -345,21 +345,21 @@ class Session:
         self._context.agreement.wanted = self.failover.wanted()
         for link in self.links:
             actions += self.calls.aborts.pay(link)
-        if self._is_steady() and not any(link.untold for link in self.links):
+        if self._may_take_fast_path() and not any(link.untold for link in self.links):
             self._context.occur(Occurrence.RECOVERED)
         return actions
 
     def close(self, error: ReductionError) -> list[Action]:
         """Leave the job; whatever is in progress fails with `error`."""
-        held, self._held = self._held, []
+        queued, self._queued = self._queued, []
         actions: list[Action] = []
         for operation in self.calls.active.all():
-            if operation is self.calls.question:
+            if operation is self.calls.agreement:
                 self.calls.leave(operation)
             else:
                 actions += self.calls.drop(operation, error)
-        self.calls.question = None
-        actions += [Finish(operation, error) for operation, _ in held]
+        self.calls.agreement = None
+        actions += [Finish(operation, error) for operation, _ in queued]
         goodbye = self._context.header(MessageType.GOODBYE).pack()
         for link in self._context.members:
             link.state = LinkState.LEFT
@@ -376,10 +376,10 @@ class Session:
         self._something_happened()
         actions += self.failover.rehome_all()
         if self._context.phase is Phase.HANDING_OVER:
-            held, self._held = self._held, []
+            queued, self._queued = self._queued, []
             self.handed_over = True
             self._context.occur(Occurrence.GIVEN)
-            unfinished = self.calls.hand_over(operation for operation, _ in held)
+            unfinished = self.calls.hand_over(operation for operation, _ in queued)
             actions.append(HandOver(unfinished))
         return actions
 
@@ -412,7 +412,7 @@ class Session:
             case MessageType.STRAGGLERS:
                 actions += self._stragglers(link, header, payload)
             case MessageType.CREDIT:
-                self._context.flow.grant(link.index, header.window)
+                self._context.flow.raise_limit(link.index, header.window)
         return actions
 
     def _result(self, link: Link, header: Header, payload: Buffer) -> None:
@@ -425,7 +425,7 @@ class Session:
 
     def _error(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         error = self.calls.names.restore(decode_error(payload, header.sequence))
-        if link.state is LinkState.STRANGER:
+        if link.state is LinkState.NOT_JOINED:
             self._joining.refuse(link, error, self._now)
             return []
         if isinstance(error, MismatchError) and error.field == "epoch":
@@ -458,18 +458,18 @@ class Session:
     def _ping(self, link: Link, header: Header, payload: Buffer) -> None:
         self.flight.confirm(header.watermark)
         told = decode(Stragglers, payload) if payload else Stragglers(())
-        self._roll_call.hear(link, told.missing, self._now)
+        self._lost_rank_tracker.record(link, told.missing, self._now)
         if told.straggler is not None and told.straggler.rank >= self.spec.world_size:
             raise RemoteProtocolError(f"the straggler, rank {told.straggler.rank}, does not exist")
         link.straggler = told.straggler
-        self.flight.set_calm(link.index, not payload)
+        self.flight.suppress_pings(link.index, not payload)
 
     def _stragglers(self, link: Link, header: Header, payload: Buffer) -> list[Action]:
         operation = self.calls.active.get(header.sequence)
         if operation is None:
             return []
         missing = decode(Stragglers, payload).missing
-        error = self._roll_call.answer(operation, link, missing, self._now)
+        error = self._lost_rank_tracker.answer(operation, link, missing, self._now)
         return [] if error is None else self.calls.fail(operation, error)
 
 

@@ -137,7 +137,7 @@ class ShardMap:
         return None if stage is None or stage.number == 0 else self.used()[0]
 
     def lose(self, reducer: int, stage: Stage) -> None:
-        """Take note that a reducer is lost in a stage, and in all before."""
+        """Record that a reducer is lost in a stage, and in all before."""
         self._lost[reducer] = max(stage, self._lost[reducer])
         self.intact = self._is_intact()
 
@@ -209,7 +209,7 @@ class ShardMap:
         self.intact = self._is_intact()
 
 
-class Plan:
+class ShardPlan:
     """Cuts the buffers of a job.
 
     Args:

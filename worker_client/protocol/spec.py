@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from reducer.wire.constants import PATIENCE_MS
+from reducer.wire.constants import PEER_TIMEOUT_MS
 from reducer.wire.header import fingerprint
-from worker_client.protocol.flow_control import most_per_link
+from worker_client.protocol.flow_control import window_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ class Heartbeats(NamedTuple):
 
     Attributes:
         every_s: time between two of this rank's.
-        patience_s: how long either of them may be silent before the other one gives it up.
+        peer_timeout_s: how long either may send nothing before the other one gives it up.
     """
 
     every_s: float = 0.2
-    patience_s: float = PATIENCE_MS / 1000
+    peer_timeout_s: float = PEER_TIMEOUT_MS / 1000
 
 
 HEARTBEATS = Heartbeats()
@@ -50,8 +50,8 @@ class JobSpec:
         streams: connections of each link; 0 for what its round trip asks for.
         resumes: connections to far reducers may go on when they break.
         lanes: addresses of reducers' further threads, by the reducer's index, where known.
-        patience_s: how long to wait for all reducers at the start, before going on without those
-            that have not answered.
+        reducers_timeout_s: how long to wait for all reducers at the start, before going on without
+            those that have not answered.
         begin_without_s: how long to wait for the others, when some reducers have answered at the
             start, if none of them refuses this worker.
         wait_s: how long to wait for a reducer, if none answers.
@@ -78,7 +78,7 @@ class JobSpec:
     streams: int = 1
     resumes: bool = False
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    patience_s: float = math.inf
+    reducers_timeout_s: float = math.inf
     begin_without_s: float = math.inf
     wait_s: float = 0.0
     hosts_wait_s: float = 0.0
@@ -94,7 +94,7 @@ class JobSpec:
 
     def window_per_reducer(self) -> int:
         """Return the most bytes that will be in flight at one reducer."""
-        return most_per_link(self.window_bytes, self.chunk_bytes, len(self.reducers))
+        return window_limit(self.window_bytes, self.chunk_bytes, len(self.reducers))
 
     @property
     def replaceable(self) -> bool:

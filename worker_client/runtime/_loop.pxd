@@ -3,15 +3,15 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from reducer.zmtp.curve cimport curve_keys
-from reducer.zmtp.net cimport connection, pair
+from reducer.zmtp.net cimport connection, channel
 from worker_client.protocol._flight cimport (
-    CompiledFlight, Request, all_reduce, all_reduce_state, flight as flight_t,
+    CompiledFlight, OperationState, all_reduce, all_reduce_state, flight as flight_t,
 )
 
 
 cdef extern from "worker_client/runtime/loop.h" nogil:
     enum loop_event:
-        LOOP_QUIET
+        LOOP_IDLE
         LOOP_MESSAGE
         LOOP_CHANGE
         LOOP_FAILED
@@ -33,10 +33,11 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
     void loop_free(loop_t *self) noexcept
     bint loop_add(loop_t *self, uint32_t link, bint apart) noexcept
     bint loop_open(loop_t *self, uint32_t line, int fd, const curve_keys *keys) noexcept
-    bint loop_join(loop_t *self, uint32_t line, pair *pair) noexcept
+    bint loop_attach(loop_t *self, uint32_t line, channel *channel) noexcept
     void loop_carry(loop_t *self, uint32_t line) noexcept
-    void loop_keep(loop_t *self, uint32_t line) noexcept
-    bint loop_splice(loop_t *self, uint32_t line, uint32_t fresh, uint64_t peer_read) noexcept
+    void loop_make_resumable(loop_t *self, uint32_t line) noexcept
+    bint loop_resume_over(loop_t *self, uint32_t line, uint32_t successor,
+                          uint64_t peer_read) noexcept
     void loop_break(loop_t *self, uint32_t line) noexcept
     uint64_t loop_paused_ns(loop_t *self) noexcept
     void loop_close(loop_t *self, uint32_t line) noexcept
@@ -86,7 +87,7 @@ cdef extern from "worker_client/runtime/core.h" nogil:
 
 
 cdef class Loop:
-    cdef loop_t its
+    cdef loop_t c
     cdef CompiledFlight _flight
 
     cdef uint32_t check(self, line) except? 0xFFFFFFFF
@@ -94,7 +95,7 @@ cdef class Loop:
 
 
 cdef class Core:
-    cdef core_t its
+    cdef core_t c
     cdef core_calls _calls
     cdef Loop _loop
     cdef CompiledFlight _flight
@@ -106,11 +107,11 @@ cdef class Core:
     cdef bint _stands_in
     cdef uint64_t _forks, _main, _own
 
-    cpdef submit(self, Request operation)
+    cpdef submit(self, OperationState operation)
     cpdef wait(self, done, double until)
     cpdef resume(self, bint at_once)
     cdef double ask_for_lead(self, double until, double now)
     cdef move_on(self, done, double until, bint main)
     cdef bint advance(self, bint main) except -1
     cdef bint all_end_well(self) except -1
-    cdef end(self, Request operation)
+    cdef end(self, OperationState operation)

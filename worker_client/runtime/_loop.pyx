@@ -27,7 +27,7 @@ from reducer.zmtp.net cimport (
     ZMTP_WRONG_KEY,
     connection,
     message as message_t,
-    pair,
+    channel,
 )
 from worker_client.protocol._flight cimport (
     ALL_REDUCE_DONE,
@@ -35,7 +35,7 @@ from worker_client.protocol._flight cimport (
     CompiledFlight,
     HEADER_BYTES,
     MeteredCall,
-    Request,
+    OperationState,
     all_reduce,
     operation_t,
 )
@@ -68,7 +68,7 @@ class Fault(IntEnum):
     WRONG_KEY = ZMTP_WRONG_KEY
 
 
-class Change(NamedTuple):
+class LineChange(NamedTuple):
     """What has become of a connection.
 
     Attributes:
@@ -109,17 +109,17 @@ cdef class Loop:
 
     def __cinit__(self, CompiledFlight flight not None, double every_s):
         self._flight = flight
-        if not loop_init(&self.its, &flight.its, <uint64_t>(every_s * 1e9)):
+        if not loop_init(&self.c, &flight.c, <uint64_t>(every_s * 1e9)):
             raise OSError(errno, "the loop cannot be set up")
 
     def __dealloc__(self):
         if self._flight is not None:  # else the arguments were wrong, and there is no loop
-            loop_free(&self.its)
+            loop_free(&self.c)
 
     def end(self, long linger_ms):
         """Give what has yet to be sent so much time, and close all connections."""
         with nogil:
-            loop_end(&self.its, linger_ms)
+            loop_end(&self.c, linger_ms)
 
     def add(self, uint32_t link, *, bint apart=False):
         """Add a line: of the next link of the flight, or a further stream of an earlier link.
@@ -131,12 +131,12 @@ cdef class Loop:
         Returns:
             Its number, counted from 0.
         """
-        if not loop_add(&self.its, link, apart):
+        if not loop_add(&self.c, link, apart):
             raise MemoryError
-        return self.its.lines - 1
+        return self.c.lines - 1
 
     cdef uint32_t check(self, line) except? 0xFFFFFFFF:
-        if not 0 <= line < self.its.lines:
+        if not 0 <= line < self.c.lines:
             raise IndexError(f"there is no line {line}")
         return line
 
@@ -155,7 +155,7 @@ cdef class Loop:
         cdef uint32_t number = self.check(line)
         if keys is not None:
             copy_keys(&curve, keys)
-        cdef bint opened = loop_open(&self.its, number, descriptor,
+        cdef bint opened = loop_open(&self.c, number, descriptor,
                                      NULL if keys is None else &curve)
         explicit_bzero(&curve, sizeof(curve))
         if not opened:
@@ -172,102 +172,102 @@ cdef class Loop:
             OSError: it cannot be polled, or there is no memory.
         """
         cdef uint32_t number = self.check(line)
-        cdef pair *its = <pair *>PyCapsule_GetPointer(met, b"pair")
+        cdef channel *c = <channel *>PyCapsule_GetPointer(met, b"channel")
         PyCapsule_SetName(met, b"joined")
-        if not loop_join(&self.its, number, its):
+        if not loop_attach(&self.c, number, c):
             raise OSError(errno, "the connection cannot be set up")
 
     def carry(self, line):
         """Have a further stream carry contributions, as the reducer agrees to."""
-        loop_carry(&self.its, self.check(line))
+        loop_carry(&self.c, self.check(line))
 
-    def keep(self, line):
-        """Keep a line's connection when its socket breaks: `splice`, or `break_`, is to follow."""
-        loop_keep(&self.its, self.check(line))
+    def make_resumable(self, line):
+        """Keep a line's connection when its socket breaks: `resume_over` or `break_` follows."""
+        loop_make_resumable(&self.c, self.check(line))
 
-    def splice(self, line, fresh, uint64_t peer_read):
+    def resume_over(self, line, successor, uint64_t peer_read):
         """Have a line's connection go on over the socket of another line, which is closed.
 
         Args:
             line: whose connection is suspended.
-            fresh: over whose connection the reducer has agreed to that.
+            successor: over whose connection the reducer has agreed to that.
             peer_read: bytes that the reducer has read over the first one.
 
         Returns:
             False if that is not possible.
         """
-        return loop_splice(&self.its, self.check(line), self.check(fresh), peer_read)
+        return loop_resume_over(&self.c, self.check(line), self.check(successor), peer_read)
 
     def break_(self, line):
         """Have a line's connection end, if there is one, when all that came over it is read."""
-        loop_break(&self.its, self.check(line))
+        loop_break(&self.c, self.check(line))
 
     def close(self, line):
         """Drop a line's connection, if there is one, with what it has not sent."""
-        loop_close(&self.its, self.check(line))
+        loop_close(&self.c, self.check(line))
 
     def connected(self, line):
         """Whether TCP's handshake is done."""
-        cdef connection *its = self.its.line[self.check(line)].connection
-        return its != NULL and its.reached != CONNECTING
+        cdef connection *c = self.c.line[self.check(line)].connection
+        return c != NULL and c.reached != CONNECTING
 
     def paused_s(self):
         """Return for how many seconds the process did not run before it ran again, within the last
         second; 0.0 if it did."""
         cdef uint64_t paused_ns
         with nogil:
-            paused_ns = loop_paused_ns(&self.its)
+            paused_ns = loop_paused_ns(&self.c)
         return paused_ns / 1e9
 
     def received(self, line):
         """Return how many bytes have come over a line's connection, and whether a frame's rest has
         not.
         """
-        cdef connection *its = self.its.line[self.check(line)].connection
-        if its == NULL:
+        cdef connection *c = self.c.line[self.check(line)].connection
+        if c == NULL:
             return 0, False
-        return its.bytes_read, its.in_frame
+        return c.bytes_read, c.in_frame
 
     def change(self):
         """Return the next connection that was made or has ended, once; None if there is none."""
-        cdef connection *its
-        if not self.its.changes:
+        cdef connection *c
+        if not self.c.changes:
             return None
-        for line in range(self.its.lines):
-            its = self.its.line[line].connection
-            if its == NULL or not self.its.line[line].changed:
+        for line in range(self.c.lines):
+            c = self.c.line[line].connection
+            if c == NULL or not self.c.line[line].changed:
                 continue
-            self.its.line[line].changed = False
-            return Change(
-                line, its.state == OPEN, its.state == SUSPENDED, its.zmtp.ready,
-                its.error, its.zmtp.fault,
-                its.zmtp.peer_mechanism.decode("ascii", "replace"),
-                its.zmtp.reason.decode("ascii", "replace"),
+            self.c.line[line].changed = False
+            return LineChange(
+                line, c.state == OPEN, c.state == SUSPENDED, c.zmtp.ready,
+                c.error, c.zmtp.fault,
+                c.zmtp.peer_mechanism.decode("ascii", "replace"),
+                c.zmtp.reason.decode("ascii", "replace"),
             )
-        self.its.changes = False
+        self.c.changes = False
         return None
 
     def send(self, line, bytes header, payload):
         """Send a message that is no contribution; it is lost if there is no connection."""
         cdef const unsigned char[::1] body
         if payload is None:
-            loop_send(&self.its, self.check(line), PyBytes_AsString(header), NULL, 0)
+            loop_send(&self.c, self.check(line), PyBytes_AsString(header), NULL, 0)
             return
         body = payload
-        loop_send(&self.its, self.check(line), PyBytes_AsString(header),
+        loop_send(&self.c, self.check(line), PyBytes_AsString(header),
                   &body[0] if body.shape[0] else <const void *>b"", body.shape[0])
 
     def refill(self):
         """Send what the windows have room for."""
-        loop_refill(&self.its)
+        loop_refill(&self.c)
 
     def detach(self, uint64_t sequence):
         """Read the buffer of an all-reduce no more: what has yet to be sent of it is copied."""
-        if not loop_detach(&self.its, sequence):
+        if not loop_detach(&self.c, sequence):
             raise MemoryError
 
     cdef message(self):
-        cdef connection *sender = self.its.line[self.its.from_].connection
+        cdef connection *sender = self.c.line[self.c.from_].connection
         if sender == NULL or sender.message.frames == 0:
             return None  # the connection was closed meanwhile
         cdef message_t *found = &sender.message
@@ -276,8 +276,8 @@ cdef class Loop:
             header = PyBytes_FromStringAndSize(<char *>found.header, HEADER_BYTES)
         if not found.foreign and found.payload != NULL:
             payload = PyBytes_FromStringAndSize(<char *>found.payload.data, found.payload.nbytes)
-        loop_next(&self.its)
-        return self.its.from_, header, payload
+        loop_next(&self.c)
+        return self.c.from_, header, payload
 
 
 cdef class Core:
@@ -298,13 +298,13 @@ cdef class Core:
         self._flight, self._loop = flight, loop
         self.open = {}
         self._forks, self._main = service_thread.forks, main_thread().ident
-        if not core_init(&self.its, &flight.its, &loop.its):
+        if not core_init(&self.c, &flight.c, &loop.c):
             raise MemoryError
-        self._calls.core, self._calls.submit = &self.its, core_submit
+        self._calls.core, self._calls.submit = &self.c, core_submit
         self._calls.test, self._calls.lead = core_test, core_lead
 
     def __dealloc__(self):
-        core_free(&self.its)
+        core_free(&self.c)
 
     def serve(self, driver, trace):
         """Leave what is unusual to a driver.
@@ -320,22 +320,22 @@ cdef class Core:
 
     @property
     def closed(self):
-        return self.its.closed
+        return self.c.closed
 
     @property
     def due(self):
-        return self.its.due
+        return self.c.due
 
     @due.setter
     def due(self, double when):
-        self.its.due = when
+        self.c.due = when
 
     @property
     def leader(self):
         """Which thread has the lead; 0 if none does."""
-        return core_leader(&self.its)
+        return core_leader(&self.c)
 
-    cpdef submit(self, Request operation):
+    cpdef submit(self, OperationState operation):
         """Begin an all-reduce, or have it begun by the thread that has the lead.
 
         Raises:
@@ -345,7 +345,7 @@ cdef class Core:
             self._driver.follow(operation)
         operation.aim()
         self.open[operation] = None
-        cdef core_submitted how = core_submit(&self.its, operation.its)
+        cdef core_submitted how = core_submit(&self.c, operation.c)
         if how == CORE_CLOSED:
             self.open.pop(operation, None)
             raise LocalProtocolError(SHUT_DOWN)
@@ -365,24 +365,24 @@ cdef class Core:
         cdef bint leads
         if service_thread.forks != self._forks or self.retired:
             return
-        if core_leader(&self.its) == me:
+        if core_leader(&self.c) == me:
             raise LocalProtocolError(
                 "waiting here would last for ever: this is a callback of an all-reduce, or a "
                 "signal handler that interrupted a wait for one"
             )
         if self.failure is not None:
             return
-        leads = core_take_lead(&self.its, 0)
+        leads = core_take_lead(&self.c, 0)
         if not leads and (patience_s := self.ask_for_lead(until, now)) > 0:
             with nogil:
-                leads = core_take_lead(&self.its, now + patience_s)
+                leads = core_take_lead(&self.c, now + patience_s)
             self._wanted_until = 0
         if leads:
             since = monotonic()
             try:
                 self.move_on(done, until, me == self._main)
             finally:
-                core_leave_lead(&self.its)
+                core_leave_lead(&self.c)
                 now = monotonic()
                 if self.open:  # also after an interrupt, of which others know nothing
                     self.resume(True)
@@ -401,11 +401,11 @@ cdef class Core:
 
     def call(self):
         """Have whoever leads look at what is unusual; any thread, in any signal handler."""
-        core_call(&self.its)
+        core_call(&self.c)
 
     def close(self):
         """Accept nothing any more; return whether that is new."""
-        cdef bint first = core_close(&self.its)
+        cdef bint first = core_close(&self.c)
         self.call()
         self.resume(True)
         return first
@@ -413,7 +413,7 @@ cdef class Core:
     cpdef resume(self, bint at_once):
         """Have the driver's own thread lead again, if it rests: at once, or if nobody else does."""
         self._stands_in = at_once
-        loop_resume(&self._loop.its, at_once)
+        loop_resume(&self._loop.c, at_once)
 
     cdef double ask_for_lead(self, double until, double now):
         """Have the driver's own thread step aside, if that is likely to pay.
@@ -423,7 +423,7 @@ cdef class Core:
         """
         if not (now < until and now - self._waited_at < <double>OFTEN_S):
             return 0
-        if core_leader(&self.its) != self._own or self._flight.its.active > 1:
+        if core_leader(&self.c) != self._own or self._flight.c.active > 1:
             return 0
         cdef double patience_s = fmin(ASKING_S, until - now)
         self._wanted_until = now + patience_s
@@ -436,16 +436,16 @@ cdef class Core:
         """Wait for the lead, and take it."""
         self._own = get_ident()
         with nogil:
-            core_take_lead(&self.its, INFINITY)
+            core_take_lead(&self.c, INFINITY)
 
     def leave(self):
         """Let others lead."""
         self._stands_in = self._stands_in and bool(self.open)
-        core_leave_lead(&self.its)
+        core_leave_lead(&self.c)
 
     def is_wanted(self, double now):
         """Whether another thread asks to lead, or has left off and may go on."""
-        if now < self._wanted_until and self._flight.its.active <= 1:
+        if now < self._wanted_until and self._flight.c.active <= 1:
             return True
         return self._stands_in and not self.open
 
@@ -458,7 +458,7 @@ cdef class Core:
         cdef int first_ms = round(1000 * first_s), longest_ms = round(1000 * LONGEST_REST_S)
         cdef int longest_of_one_ms = round(1000 * IDLE_S)
         with nogil:
-            loop_rest(&self._loop.its, first_ms, longest_ms, longest_of_one_ms)
+            loop_rest(&self._loop.c, first_ms, longest_ms, longest_of_one_ms)
 
     # -- who has the lead ---------------------------------------------------------------------
 
@@ -466,7 +466,7 @@ cdef class Core:
         """Wait until there is something for the session, or the time is up."""
         cdef double until = monotonic() + timeout_s
         with nogil:
-            core_run(&self.its, NULL, until)
+            core_run(&self.c, NULL, until)
 
     def news(self):
         """Return what there is for the session, once.
@@ -478,20 +478,20 @@ cdef class Core:
         Raises:
             OSError: the kernel refused to poll.
         """
-        cdef loop_event event = self.its.event
-        self.its.event = LOOP_QUIET
+        cdef loop_event event = self.c.event
+        self.c.event = LOOP_IDLE
         if event == LOOP_FAILED:
-            raise OSError(self._loop.its.error, "the sockets cannot be polled")
+            raise OSError(self._loop.c.error, "the sockets cannot be polled")
         message = self._loop.message() if event == LOOP_MESSAGE else None
-        return self._flight.completed(), message, self._loop.its.changes
+        return self._flight.completed(), message, self._loop.c.changes
 
     def start(self):
         """Begin what was asked for, as far as it needs no session; return whether that is all."""
-        return core_start(&self.its)
+        return core_start(&self.c)
 
     def first(self):
         """Return what was asked for first and not begun; None if there is nothing."""
-        cdef all_reduce *asked = core_first(&self.its)
+        cdef all_reduce *asked = core_first(&self.c)
         if asked == NULL:
             return None
         operation = self._flight.owner(asked)
@@ -500,11 +500,11 @@ cdef class Core:
 
     def drop_first(self):
         """Leave that to whoever asked for it here."""
-        core_drop_first(&self.its)
+        core_drop_first(&self.c)
 
     def put_off(self):
         """Leave it where it is, and whatever comes after it, until this is asked again."""
-        core_put_off(&self.its)
+        core_put_off(&self.c)
 
     cdef move_on(self, done, double until, bint main):
         """Lead until `done`, or `until`, or until nothing is in progress.
@@ -514,16 +514,16 @@ cdef class Core:
         cdef double now, most
         while (
             self.open
-            and not self.its.closed
+            and not self.c.closed
             and self.failure is None
             and not _is_true(done)
             and (now := monotonic()) < until
         ):
             most = fmin(until, now + _IDLE_S)
             # A signal handler's exception may end this wait, which loses nothing, ...
-            if self._flight.its.steady_until:
+            if self._flight.c.fast_path_limit:
                 with nogil:
-                    core_run(&self.its, NULL, most)
+                    core_run(&self.c, NULL, most)
                 PyErr_CheckSignals()
             elif main:
                 return
@@ -541,27 +541,27 @@ cdef class Core:
 
     cdef bint advance(self, bint main) except -1:
         """Do what the driver does; false: it has to, as something is unusual or rare."""
-        cdef bint healthy = self.its.event == LOOP_QUIET and not self._loop.its.changes
+        cdef bint healthy = self.c.event == LOOP_IDLE and not self._loop.c.changes
         cdef double now
-        if not (healthy and self._flight.its.steady_until and self.failing is None):
+        if not (healthy and self._flight.c.fast_path_limit and self.failing is None):
             return False
-        if main and (core_first(&self.its) != NULL or not self.all_end_well()):
+        if main and (core_first(&self.c) != NULL or not self.all_end_well()):
             return False
         for operation in self._flight.completed():
             self.end(operation)
-        if core_first(&self.its) != NULL:
+        if core_first(&self.c) != NULL:
             return False
         now = monotonic()
-        return now < self.its.due and now < self._flight.its.earliest
+        return now < self.c.due and now < self._flight.c.earliest
 
     cdef bint all_end_well(self) except -1:
         """Whether nothing is interpreted when `end` ends what has been completed."""
-        cdef operation_t *completed = self._flight.its.completed
-        cdef Request operation
+        cdef operation_t *completed = self._flight.c.completed
+        cdef OperationState operation
         while completed != NULL:
-            operation = <Request>completed.asked.owner
+            operation = <OperationState>completed.asked.owner
             if not (
-                operation.its.nbytes < self._flight.its.large_bytes
+                operation.c.nbytes < self._flight.c.large_bytes
                 and _ends_well(operation)
                 and _is_unheard(operation)
                 and (operation.ended is None or type(operation.ended) is MeteredCall)
@@ -570,9 +570,9 @@ cdef class Core:
             completed = completed.following
         return True
 
-    cdef end(self, Request operation):
+    cdef end(self, OperationState operation):
         """End an all-reduce of which all results are here."""
-        if operation.its.nbytes >= self._flight.its.large_bytes:
+        if operation.c.nbytes >= self._flight.c.large_bytes:
             self._driver.end([operation])
             return
         try:
@@ -583,17 +583,17 @@ cdef class Core:
             raise
 
 
-cdef bint _ends_well(Request operation) except -1:
+cdef bint _ends_well(OperationState operation) except -1:
     """Whether nothing is left to do for an all-reduce whose result is here, but to say so."""
     return not operation.over and operation.write_back is None
 
 
-cdef bint _is_unheard(Request operation) except -1:
+cdef bint _is_unheard(OperationState operation) except -1:
     """Whether nobody is to be woken, or called, at its end, but for `ended`."""
     return operation._future is None and operation._waiters is None
 
 
-cdef _end_well(Request operation):
+cdef _end_well(OperationState operation):
     """End an all-reduce whose result is in its buffer, as `Operation.end` does."""
     if not _ends_well(operation):
         (<object>operation).end(None)
@@ -602,7 +602,7 @@ cdef _end_well(Request operation):
     if ended is not None:
         ended(None)
     if _is_unheard(operation):
-        operation.its.state = ALL_REDUCE_DONE  # the GIL stands for its lock
+        operation.c.state = ALL_REDUCE_DONE  # the GIL stands for its lock
     else:
         (<object>operation).finish(None)
     operation.over = True
@@ -613,7 +613,7 @@ cdef bint _is_true(done) except -1:
     """Whether what is waited for has come: mostly an all-reduce, which needs no call to tell."""
     if type(done) is MethodType and done.__func__ is _DONE:
         done = done.__self__
-        if isinstance(done, Request):
-            return (<Request>done).its.state != ALL_REDUCE_PENDING
+        if isinstance(done, OperationState):
+            return (<OperationState>done).c.state != ALL_REDUCE_PENDING
         return done._ended
     return done()

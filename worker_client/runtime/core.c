@@ -157,7 +157,7 @@ bool core_close(struct core *core)
 bool core_run(struct core *core, const struct all_reduce *asked, double until)
 {
     struct flight *flight = core->flight;
-    if (core->event != LOOP_QUIET || flight->completed != NULL)
+    if (core->event != LOOP_IDLE || flight->completed != NULL)
         return true; /* the session has yet to hear of that */
     while (!atomic_exchange(&core->called, false)) {
         const struct all_reduce *first = core_first(core);
@@ -167,7 +167,7 @@ bool core_run(struct core *core, const struct all_reduce *asked, double until)
         core->event = loop_run(core->loop, left_s > 0 ? (long)ceil(left_s * 1000) : 0);
         bool interrupted = core->loop->interrupted, ended = flight_end_unowned(flight);
         core->loop->interrupted = false;
-        if (core->event != LOOP_QUIET || core->loop->changes || !ended || interrupted)
+        if (core->event != LOOP_IDLE || core->loop->changes || !ended || interrupted)
             return true;
         double now = seconds();
         if (now >= fmin(core->due, flight->earliest))

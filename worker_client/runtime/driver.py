@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError
-from worker_client.protocol.flight import AddStreams, Connect, Finish, Keep, Reset, Send
+from worker_client.protocol.flight import AddStreams, Connect, Finish, MakeResumable, Reset, Send
 from worker_client.runtime import _loop
 from worker_client.runtime.events import Completed, Connected, Disconnected, Refused
 from worker_client.runtime.service_thread import STOP_S
@@ -147,9 +147,9 @@ class Driver:
                     core.put_off()
                     break
                 core.drop_first()
-                if operation.prepare is not None:
-                    operation.prepare()
-                    operation.prepare = None
+                if operation.fill is not None:
+                    operation.fill()
+                    operation.fill = None
                 if actions := self.session.submit(operation, time.monotonic()):
                     self._do(actions)
             self._transport.refill()
@@ -164,10 +164,10 @@ class Driver:
         Filling all of a call at once would take the processor from those whose pieces travel. What
         was submitted later waits as well: it would travel later, too.
         """
-        if operation.prepare is None:
+        if operation.fill is None:
             return False
         call = operation.call
-        begun = [one for one in list(self.core.open) if one.call is call and one.prepare is None]
+        begun = [one for one in list(self.core.open) if one.call is call and one.fill is None]
         return len(begun) >= AHEAD  # (a copy: other threads add to what is open)
 
     def advance(self) -> None:
@@ -232,8 +232,8 @@ class Driver:
                 self._transport.send(*action)
             elif isinstance(action, Connect):
                 self._transport.connect(action.endpoint)
-            elif isinstance(action, Keep):
-                self._transport.keep(*action)
+            elif isinstance(action, MakeResumable):
+                self._transport.make_resumable(*action)
             elif isinstance(action, AddStreams):
                 self._transport.add_streams(*action)
             elif isinstance(action, Reset):

@@ -58,9 +58,9 @@ class Completed(list["Operation"]):
 Event = Connected | Disconnected | Refused | Message | Completed
 
 
-def silence(silent_s: float) -> str:
+def timed_out(idle_s: float) -> str:
     """Say why a connection to a reducer that was silent for so long was ended."""
-    return f"died or cannot be reached: {no_heartbeat(silent_s)}"
+    return f"died or cannot be reached: {no_heartbeat(idle_s)}"
 
 
 HUNG_UP = "closed the connection, died or cannot be reached"

@@ -13,12 +13,12 @@ enum {
     EVENTS = 64,            /* that one look at the sockets brings */
     FLUSH_BYTES = 32 << 10, /* so much is sent at once; less may gather while results come in */
     MESSAGES_PER_TURN = 64, /* so that no line starves the others */
-    LINGER_LOOK_MS = 2,     /* at what has been sent, at the end: no poll tells of that in a pair */
+    LINGER_LOOK_MS = 2,     /* at what has been sent, at the end: no poll tells of that in a channel */
     LARGE_BYTES = 16 << 10, /* a result that is worth waiting for as a whole */
-    PATIENT_NS = 50 * 1000 * 1000, /* so long a short message may wait for results, which may be
+    LOW_WATER_NS = 50 * 1000 * 1000, /* so long a short message may wait for results, which may be
                                       settled elsewhere meanwhile */
     LOOK_NS = 1000 * 1000,  /* while messages pour in, sockets are looked at this often */
-    PATIENCE_NS = 20 * 1000 /* for more results, once an operation has completed */
+    GATHER_NS = 20 * 1000   /* for more results, once an operation has completed */
 };
 
 static const uint64_t PAUSED_NS = 300 * 1000 * 1000; /* that heartbeats are overdue after a pause */
@@ -31,21 +31,21 @@ static const uint32_t WAKER = UINT32_MAX; /* in the place of a line's number */
 /* Notes that the process has not run since the last heartbeats, if they are overdue. */
 static void note_pause(struct loop *loop, uint64_t now)
 {
-    uint64_t since = now - loop->beaten_ns;
-    if (loop->beaten_ns != 0 && since > PAUSED_NS + loop->beat_every_ns) {
+    uint64_t since = now - loop->heartbeat_sent_ns;
+    if (loop->heartbeat_sent_ns != 0 && since > PAUSED_NS + loop->heartbeat_every_ns) {
         loop->paused_ns = since;
         loop->resumed_ns = now;
     }
-    loop->beaten_ns = now;
+    loop->heartbeat_sent_ns = now;
 }
 
 uint64_t loop_paused_ns(struct loop *loop)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     uint64_t now = now_ns();
     note_pause(loop, now); /* this thread may run again before that of the heartbeats does */
     uint64_t paused = now - loop->resumed_ns < RECENT_NS ? loop->paused_ns : 0;
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return paused;
 }
 
@@ -55,8 +55,8 @@ static uint64_t ping_all(void *argument, uint64_t now)
     note_pause(loop, now);
     for (uint32_t line = 0; line < loop->lines; line++)
         if (loop->line[line].connection != NULL)
-            connection_beat(loop->line[line].connection);
-    return now + loop->beat_every_ns;
+            connection_send_heartbeat(loop->line[line].connection);
+    return now + loop->heartbeat_every_ns;
 }
 
 /* -- low water marks ------------------------------------------------------------------------- */
@@ -91,12 +91,12 @@ bool loop_init(struct loop *loop, struct flight *flight, uint64_t every_ns)
 {
     *loop = (struct loop){.flight = flight, .epoll = -1, .waker = -1, .resumer = -1};
     loop->epoll = epoll_create1(EPOLL_CLOEXEC);
-    loop->beat_every_ns = every_ns / 2;
+    loop->heartbeat_every_ns = every_ns / 2;
     loop->waker = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     loop->resumer = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     return loop->epoll >= 0 && loop->waker >= 0 && loop->resumer >= 0 &&
            watch(loop, loop->waker, WAKER, EPOLLIN) &&
-           pulse_start(&loop->pulse, ping_all, loop);
+           heartbeat_start(&loop->heartbeat, ping_all, loop);
 }
 
 /* Takes note of what the poll says of a line's socket. */
@@ -125,13 +125,13 @@ static void linger(struct loop *loop, long timeout_ms)
 
 void loop_end(struct loop *loop, long linger_ms)
 {
-    if (pulse_stop(&loop->pulse)) {
+    if (heartbeat_stop(&loop->heartbeat)) {
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, loop->waker, NULL); /* it would end each wait at once */
         linger(loop, linger_ms);
         for (uint32_t line = 0; line < loop->lines; line++)
             loop_close(loop, line);
     }
-    if (loop->pulse.runs)
+    if (loop->heartbeat.runs)
         return; /* this is a child of a fork, and all of it the parent's */
     if (loop->epoll >= 0)
         close(loop->epoll);
@@ -146,7 +146,7 @@ void loop_end(struct loop *loop, long linger_ms)
 void loop_free(struct loop *loop)
 {
     loop_end(loop, 0);
-    if (loop->pulse.runs)
+    if (loop->heartbeat.runs)
         return;
     if (loop->waker >= 0)
         close(loop->waker);
@@ -177,9 +177,9 @@ static bool add(struct loop *loop, uint32_t link, bool apart)
 
 bool loop_add(struct loop *loop, uint32_t link, bool apart)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     bool added = add(loop, link, apart);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return added;
 }
 
@@ -191,8 +191,8 @@ static unsigned char *place(void *owner, uint32_t line, const unsigned char *hea
     return flight_place(loop->flight, loop->line[line].link, header, HEADER_BYTES, nbytes);
 }
 
-/* Begins to speak; `pair` is NULL if that is over a socket. False, with errno. */
-static bool open_connection(struct loop *loop, uint32_t line, int fd, struct pair *pair,
+/* Begins to speak; `channel` is NULL if that is over a socket. False, with errno. */
+static bool open_connection(struct loop *loop, uint32_t line, int fd, struct channel *channel,
                             const struct curve_keys *keys)
 {
     loop_close(loop, line);
@@ -204,15 +204,15 @@ static bool open_connection(struct loop *loop, uint32_t line, int fd, struct pai
         return false;
     }
     connection_place(opened, place, loop, line);
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     bool watched = watch(loop, fd, line, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET);
-    if (watched && pair != NULL)
-        connection_join(opened, pair, 1);
+    if (watched && channel != NULL)
+        connection_attach(opened, channel, 1);
     if (watched) {
         loop->line[line].connection = opened;
         loop->line[line].carries = line == loop->main[loop->line[line].link];
     }
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     if (!watched) {
         int error = errno;
         connection_free(opened);
@@ -227,74 +227,74 @@ bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys
     return open_connection(loop, line, fd, NULL, keys);
 }
 
-bool loop_join(struct loop *loop, uint32_t line, struct pair *pair)
+bool loop_attach(struct loop *loop, uint32_t line, struct channel *channel)
 {
-    if (open_connection(loop, line, pair->end[1].fd, pair, NULL))
+    if (open_connection(loop, line, channel->end[1].fd, channel, NULL))
         return true;
     int error = errno;
-    pair_leave(pair, 1);
+    channel_close(channel, 1);
     errno = error;
     return false;
 }
 
 void loop_carry(struct loop *loop, uint32_t line)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     loop->line[line].carries = loop->line[line].connection != NULL;
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
-void loop_keep(struct loop *loop, uint32_t line)
+void loop_make_resumable(struct loop *loop, uint32_t line)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     if (loop->line[line].connection != NULL)
-        connection_keep(loop->line[line].connection);
-    pulse_release(&loop->pulse);
+        connection_make_resumable(loop->line[line].connection);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
-static bool splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from)
+static bool resume_over(struct loop *loop, uint32_t line, uint32_t successor, uint64_t from)
 {
     struct connection *connection = loop->line[line].connection;
-    if (connection == NULL || loop->line[fresh].connection == NULL || connection->state != SUSPENDED)
+    if (connection == NULL || loop->line[successor].connection == NULL || connection->state != SUSPENDED)
         return false;
     epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
-    if (!connection_splice(connection, loop->line[fresh].connection, from) ||
+    if (!connection_resume(connection, loop->line[successor].connection, from) ||
         !watch(loop, connection->fd, line, EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET))
         return false;
     connection_flush(connection);
     return true;
 }
 
-bool loop_splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from)
+bool loop_resume_over(struct loop *loop, uint32_t line, uint32_t successor, uint64_t from)
 {
-    pulse_hold(&loop->pulse);
-    bool spliced = splice(loop, line, fresh, from);
-    pulse_release(&loop->pulse);
-    loop_close(loop, fresh);
-    return spliced;
+    heartbeat_lock(&loop->heartbeat);
+    bool resumed = resume_over(loop, line, successor, from);
+    heartbeat_unlock(&loop->heartbeat);
+    loop_close(loop, successor);
+    return resumed;
 }
 
 void loop_break(struct loop *loop, uint32_t line)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     if (loop->line[line].connection != NULL)
         connection_break(loop->line[line].connection, ECONNRESET);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 void loop_close(struct loop *loop, uint32_t line)
 {
-    pulse_hold(&loop->pulse);
-    struct loop_line *its = &loop->line[line];
-    struct connection *connection = its->connection;
-    *its = (struct loop_line){.link = its->link, .next = its->next, .picked = line};
+    heartbeat_lock(&loop->heartbeat);
+    struct loop_line *self = &loop->line[line];
+    struct connection *connection = self->connection;
+    *self = (struct loop_line){.link = self->link, .next = self->next, .picked = line};
     if (connection != NULL) {
         epoll_ctl(loop->epoll, EPOLL_CTL_DEL, connection->fd, NULL);
         connection_free(connection);
         free(connection);
         reset_low_waters(loop);
     }
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 void loop_wake(struct loop *loop)
@@ -333,23 +333,23 @@ static bool send_copy(struct loop *loop, struct connection *connection, const vo
  * streams, that with the least on its way, in turn. NULL: there is none. */
 static struct connection *pick(const struct loop *loop, uint32_t main)
 {
-    struct loop_line *its = &loop->line[main];
-    if (its->connection == NULL || !its->connection->zmtp.ready)
+    struct loop_line *self = &loop->line[main];
+    if (self->connection == NULL || !self->connection->zmtp.ready)
         return NULL;
-    if (its->next == main)
-        return its->connection;
+    if (self->next == main)
+        return self->connection;
     uint64_t least = UINT64_MAX;
-    uint32_t after = its->picked, line = after;
+    uint32_t after = self->picked, line = after;
     do {
         line = loop->line[line].next;
         uint64_t backlog =
             loop->line[line].carries ? connection_backlog(loop->line[line].connection) : UINT64_MAX;
         if (backlog < least) {
             least = backlog;
-            its->picked = line;
+            self->picked = line;
         }
     } while (line != after);
-    return loop->line[its->picked].connection;
+    return loop->line[self->picked].connection;
 }
 
 /* Queues a contribution, and returns where. One to a reducer that is not connected is dropped: the
@@ -414,15 +414,15 @@ static void refill_all(struct loop *loop)
 
 void loop_refill(struct loop *loop)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     refill_all(loop);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 bool loop_send(struct loop *loop, uint32_t line, const void *header, const void *payload,
                size_t nbytes)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct connection *connection = loop->line[line].connection;
     bool sent = connection != NULL && connection->zmtp.ready;
     if (payload == NULL)
@@ -434,19 +434,19 @@ bool loop_send(struct loop *loop, uint32_t line, const void *header, const void 
     /* What is sent over the same socket after this is another connection's. */
     if (sent && ((const uint8_t *)header)[offsetof(struct header, type)] == TYPE_RESUME)
         connection_lend(connection);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return sent;
 }
 
 bool loop_detach(struct loop *loop, uint64_t sequence)
 {
     bool detached = true;
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     for (uint32_t line = 0; line < loop->lines; line++)
         if (loop->line[line].connection != NULL)
             detached &= connection_detach(loop->line[line].connection, sequence);
     reset_low_waters(loop);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     return detached;
 }
 
@@ -454,11 +454,11 @@ bool loop_detach(struct loop *loop, uint64_t sequence)
 
 void loop_next(struct loop *loop)
 {
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     struct connection *connection = loop->line[loop->from].connection;
     if (connection != NULL)
         connection_next(connection);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
 }
 
 /* Reads the buffer of an all-reduce no more, though a reducer has had its results before all of its
@@ -509,10 +509,10 @@ static bool take(struct loop *loop, uint32_t line, uint64_t now)
  * several all-reduces: other ranks may not have begun the later ones. */
 static size_t together(const struct loop *loop, uint32_t link)
 {
-    const struct flight_link *its = &loop->flight->links[link];
-    size_t half = its->sent.count / 2, spared = 1 + its->queue.count / 8;
-    for (const struct chunk *sent = its->sent.first; sent != NULL; sent = sent->after)
-        if (sent->of->of != its->sent.first->of->of)
+    const struct flight_link *self = &loop->flight->links[link];
+    size_t half = self->sent.count / 2, spared = 1 + self->queue.count / 8;
+    for (const struct chunk *sent = self->sent.first; sent != NULL; sent = sent->after)
+        if (sent->of->of != self->sent.first->of->of)
             return 1;
     return half < spared ? half : spared;
 }
@@ -520,37 +520,37 @@ static size_t together(const struct loop *loop, uint32_t link)
 /* Has the poll tell of a line when several results have come as a whole: fewer wake-ups. */
 static void await_results(struct loop *loop, uint32_t line)
 {
-    struct loop_line *its = &loop->line[line];
-    if (!its->carries)
+    struct loop_line *self = &loop->line[line];
+    if (!self->carries)
         return; /* no result comes over it */
-    bool any = its->late || its->connection->state != OPEN;
-    uint32_t least = any ? 0 : flight_least(loop->flight, its->link);
-    size_t several = its->next == line ? together(loop, its->link) : 1; /* streams share them */
+    bool any = self->late || self->connection->state != OPEN;
+    uint32_t least = any ? 0 : flight_least(loop->flight, self->link);
+    size_t several = self->next == line ? together(loop, self->link) : 1; /* streams share them */
     size_t bytes = 0;
     if (least >= LARGE_BYTES)
-        bytes = connection_wants(its->connection, least) +
+        bytes = connection_wants(self->connection, least) +
                 (several - 1) * (HEADER_BYTES + (size_t)least);
-    connection_await(its->connection, bytes);
-    its->awaited_ns = loop->polled_ns;
-    if (its->connection->low_water > 0 && loop->patient_ns == 0)
-        loop->patient_ns = loop->polled_ns + PATIENT_NS;
+    connection_await(self->connection, bytes);
+    self->awaited_ns = loop->polled_ns;
+    if (self->connection->low_water > 0 && loop->low_water_due_ns == 0)
+        loop->low_water_due_ns = loop->polled_ns + LOW_WATER_NS;
 }
 
 /* Reads whatever has come, when a result has kept the others waiting for too long. */
-static void lose_patience(struct loop *loop)
+static void expire_low_water(struct loop *loop)
 {
-    loop->patient_ns = 0;
+    loop->low_water_due_ns = 0;
     for (uint32_t line = 0; line < loop->lines; line++) {
-        struct loop_line *its = &loop->line[line];
-        if (its->connection == NULL || its->connection->low_water == 0)
+        struct loop_line *self = &loop->line[line];
+        if (self->connection == NULL || self->connection->low_water == 0)
             continue;
-        uint64_t until = its->awaited_ns + PATIENT_NS;
+        uint64_t until = self->awaited_ns + LOW_WATER_NS;
         if (loop->polled_ns >= until) {
-            connection_await(its->connection, 0);
-            connection_look(its->connection);
-            its->late = true;
-        } else if (loop->patient_ns == 0 || until < loop->patient_ns) {
-            loop->patient_ns = until;
+            connection_await(self->connection, 0);
+            connection_look(self->connection);
+            self->late = true;
+        } else if (loop->low_water_due_ns == 0 || until < loop->low_water_due_ns) {
+            loop->low_water_due_ns = until;
         }
     }
 }
@@ -585,13 +585,13 @@ static enum loop_event serve(struct loop *loop, uint32_t line, uint64_t *complet
             continue;
         if (*completed_ns == 0)
             *completed_ns = now;
-        if (now - *completed_ns > PATIENCE_NS)
+        if (now - *completed_ns > GATHER_NS)
             break;
     }
     flush(loop, line);
     if (connection->readable == INPUT_NONE && loop->line[line].connection == connection)
         await_results(loop, line);
-    return LOOP_QUIET;
+    return LOOP_IDLE;
 }
 
 /* Whether a line may have something to receive. */
@@ -607,27 +607,27 @@ static bool may_receive(const struct loop *loop, uint32_t line)
 static enum loop_event wait(struct loop *loop, int timeout_ms)
 {
     struct epoll_event events[EVENTS];
-    if (loop->patient_ns != 0 && timeout_ms > 0) {
-        uint64_t now = now_ns();
-        long left_ms = now < loop->patient_ns ? (long)((loop->patient_ns - now + 999999) / 1000000) : 0;
+    if (loop->low_water_due_ns != 0 && timeout_ms > 0) {
+        uint64_t now = now_ns(), due = loop->low_water_due_ns;
+        long left_ms = now < due ? (long)((due - now + 999999) / 1000000) : 0;
         timeout_ms = left_ms < timeout_ms ? (int)left_ms : timeout_ms;
     }
     if (timeout_ms > 0)
-        pulse_release(&loop->pulse);
+        heartbeat_unlock(&loop->heartbeat);
     int found = epoll_wait(loop->epoll, events, EVENTS, timeout_ms);
     int error = errno;
     if (timeout_ms > 0)
-        pulse_hold(&loop->pulse);
+        heartbeat_lock(&loop->heartbeat);
     loop->polled_ns = now_ns();
-    if (loop->patient_ns != 0 && loop->polled_ns >= loop->patient_ns)
-        lose_patience(loop);
+    if (loop->low_water_due_ns != 0 && loop->polled_ns >= loop->low_water_due_ns)
+        expire_low_water(loop);
     if (found < 0 && error == EINTR) {
         atomic_store(&loop->woken, true); /* so that it returns at once */
         loop->interrupted = true;
     }
     if (found < 0) {
         loop->error = error;
-        return error == EINTR ? LOOP_QUIET : LOOP_FAILED;
+        return error == EINTR ? LOOP_IDLE : LOOP_FAILED;
     }
     for (int at = 0; at < found; at++) {
         if (events[at].data.u32 == WAKER)
@@ -635,7 +635,7 @@ static enum loop_event wait(struct loop *loop, int timeout_ms)
         else
             note(loop, &events[at]);
     }
-    return LOOP_QUIET;
+    return LOOP_IDLE;
 }
 
 static enum loop_event run(struct loop *loop, long timeout_ms)
@@ -647,7 +647,7 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
         return LOOP_CHANGE;
     if (now_ns() - loop->polled_ns >= LOOK_NS) { /* it may have returned before it waited */
         enum loop_event event = wait(loop, 0);
-        if (event != LOOP_QUIET)
+        if (event != LOOP_IDLE)
             return event;
     }
     for (;;) {
@@ -658,18 +658,18 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
             if (!may_receive(loop, line))
                 continue;
             enum loop_event event = serve(loop, line, &completed_ns);
-            if (event != LOOP_QUIET)
+            if (event != LOOP_IDLE)
                 return event;
             more |= may_receive(loop, line);
         }
         if (heed(loop) || loop->flight->completed != NULL)
-            return LOOP_QUIET;
+            return LOOP_IDLE;
         uint64_t now = now_ns();
         if (more && now < until && now - loop->polled_ns < LOOK_NS)
             continue;
         long left_ms = more || now >= until ? 0 : (long)((until - now + 999999) / 1000000);
         enum loop_event event = wait(loop, (int)left_ms);
-        if (event != LOOP_QUIET || heed(loop) || loop->polled_ns >= until)
+        if (event != LOOP_IDLE || heed(loop) || loop->polled_ns >= until)
             return event;
     }
 }
@@ -678,9 +678,9 @@ enum loop_event loop_run(struct loop *loop, long timeout_ms)
 {
     atomic_store(&loop->running, true);
     atomic_fetch_add(&loop->turns, 1);
-    pulse_hold(&loop->pulse);
+    heartbeat_lock(&loop->heartbeat);
     enum loop_event event = run(loop, timeout_ms);
-    pulse_release(&loop->pulse);
+    heartbeat_unlock(&loop->heartbeat);
     atomic_fetch_add(&loop->turns, 1);
     atomic_store(&loop->running, false);
     return event;

@@ -8,11 +8,11 @@
 #define WORKER_LOOP_H
 
 #include "reducer/zmtp/connection.h"
-#include "reducer/zmtp/pulse.h"
+#include "reducer/zmtp/heartbeat.h"
 #include "worker_client/protocol/flight.h"
 
 enum loop_event {
-    LOOP_QUIET,   /* the time is up, it was woken, or operations have completed */
+    LOOP_IDLE,    /* the time is up, it was woken, or operations have completed */
     LOOP_MESSAGE, /* the line `from` has a message for the session: see loop_next */
     LOOP_CHANGE,  /* a connection was made or has ended: see `changed` of the lines */
     LOOP_FAILED   /* the kernel refused to poll; `error` says why */
@@ -46,10 +46,10 @@ struct loop {
     bool interrupted; /* by a signal, while it waited: Python is to handle it */
     int error;
     uint64_t polled_ns; /* when the sockets were last looked at */
-    uint64_t patient_ns; /* when low water marks are looked at next; 0: there are none */
-    struct pulse pulse; /* held while connections are used, but not while the loop waits */
-    uint64_t beat_every_ns;
-    uint64_t beaten_ns;              /* when heartbeats were last sent */
+    uint64_t low_water_due_ns; /* when low water marks are looked at next; 0: there are none */
+    struct heartbeat_timer heartbeat; /* held while connections are used, but not while the loop waits */
+    uint64_t heartbeat_every_ns;
+    uint64_t heartbeat_sent_ns;      /* when heartbeats were last sent */
     uint64_t paused_ns, resumed_ns;  /* the latest pause of the process, and when it ended */
 };
 
@@ -66,16 +66,16 @@ void loop_free(struct loop *loop);
 bool loop_add(struct loop *loop, uint32_t link, bool apart);
 /* Begins to speak over a socket, which the caller closes after loop_close. False, with errno. */
 bool loop_open(struct loop *loop, uint32_t line, int fd, const struct curve_keys *keys);
-/* Begins to speak over a pair, whose other end is a reducer's of this process. False, with errno: the
- * pair was left. */
-bool loop_join(struct loop *loop, uint32_t line, struct pair *pair);
+/* Begins to speak over a channel, whose other end is a reducer's of this process. False, with errno: the
+ * channel was left. */
+bool loop_attach(struct loop *loop, uint32_t line, struct channel *channel);
 /* Has a further stream carry contributions, as the reducer agrees to. */
 void loop_carry(struct loop *loop, uint32_t line);
 /* Keeps a line's connection when its socket breaks. */
-void loop_keep(struct loop *loop, uint32_t line);
-/* Has a line's connection go on over the socket of the line `fresh`, which is closed; the reducer has
+void loop_make_resumable(struct loop *loop, uint32_t line);
+/* Has a line's connection go on over the socket of the line `successor`, which is closed; the reducer has
  * read `from` bytes. False: that is not possible. */
-bool loop_splice(struct loop *loop, uint32_t line, uint32_t fresh, uint64_t from);
+bool loop_resume_over(struct loop *loop, uint32_t line, uint32_t successor, uint64_t from);
 /* Has a line's connection end, if it has one, when all that came over it is read. */
 void loop_break(struct loop *loop, uint32_t line);
 /* For how long the process did not run before it ran again, within the last second; 0 if it did. A

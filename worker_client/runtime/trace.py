@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 ALL_REDUCES = "all-reduces"
 TENSORS = "tensors with names"
 DEVICE = "tensors on devices"
-# Of an all-reduce, by how many of its moments are known: none of what a process group has done, one
-# of what has failed.
+# Names of an all-reduce's slices, by how many of its timestamps are known: none if a process
+# group has made it, one if it has failed.
 _PARTS: tuple[tuple[str, ...], ...] = (
     ("elsewhere",),
     ("queued", "unfinished"),
@@ -131,7 +131,7 @@ class Trace:
         return traced
 
 
-class Copies:
+class CopyTimings:
     """When what happened to a tensor of so many bytes on a device, for the timeline."""
 
     def __init__(self, trace: Trace, nbytes: int) -> None:
@@ -140,7 +140,7 @@ class Copies:
         self._asked_s = self._copied_s = self._reduced_s = time.monotonic()
 
     def copied(self, wait: Callable[[], object] | None) -> Callable[[], None]:
-        """Return what waits for a piece in host memory, and takes note of when it was there."""
+        """Return what waits for a piece in host memory, and records when it was there."""
 
         def traced() -> None:
             if wait is not None:
@@ -150,7 +150,7 @@ class Copies:
         return traced
 
     def reduced(self, ended: Ended) -> Ended:
-        """Return what is to be called at a piece's end, which takes note of it."""
+        """Return what is to be called at a piece's end, which records it."""
 
         def traced(error: Exception | None) -> None:
             self._reduced_s = time.monotonic()
@@ -178,8 +178,8 @@ class Copies:
 def _parts(operation: Operation, submitted_s: float, now: float) -> list[Part]:
     """Return what an all-reduce was doing, without gaps, from its submission to its end."""
     known = (operation.begun, operation.sent, operation.answered)
-    moments = [submitted_s]
+    times = [submitted_s]
     for moment in filter(None, known):
-        moments.append(min(max(moment, moments[-1]), now))
-    names = _PARTS[len(moments) - 1]
-    return list(zip(names, moments, (*moments[1:], now), strict=True))
+        times.append(min(max(moment, times[-1]), now))
+    names = _PARTS[len(times) - 1]
+    return list(zip(names, times, (*times[1:], now), strict=True))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer import tcp_connections
-from reducer.clock import SPARE_ROUND_TRIPS, ServingTime, Silence, is_lost
+from reducer.clock import SPARE_ROUND_TRIPS, IdleTime, ServingTime, is_lost
 from reducer.errors import ReductionError
 from reducer.wire.constants import RESUME_S, TYPE_AT, MessageType
 from reducer.wire.header import Header
@@ -39,7 +39,7 @@ from worker_client.runtime.events import (
     Message,
     Refused,
     hung_up,
-    silence,
+    timed_out,
 )
 from worker_client.runtime.service_thread import close_in_child
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from worker_client.runtime.credentials import Curve
 
 LOOK_S = 0.2  # how often to look when reducers were heard last
-# A quarter of losses.ADOPT_S at most: whoever waits for any reducer tries each one several times.
+# A quarter of failover.ADOPT_S at most: a rank that waits for any reducer tries each several times.
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
 CONNECT_S, HANDSHAKE_S = 2.0, 5.0  # for TCP's handshake, and for that and ZMTP's
 LINGER_MS = 500  # for the farewell
@@ -67,7 +67,7 @@ _DENIED = "400"  # what a server of ZMTP says to a client whose key it does not 
 
 
 @dataclass(slots=True, eq=False)
-class _Way:
+class _Route:
     """The way to one reducer, over a line of the loop: a link's first one, or another one.
 
     Attributes:
@@ -78,7 +78,7 @@ class _Way:
         attempts: how often that was asked for of this line's own, since it was made.
         until: when that must be done.
         carries: of a further stream: the reducer has agreed to that.
-        fewer: of a link's first one: that others were not made was said.
+        fewer: the log has said that the link has fewer streams than asked for.
         socket: of the connection, or of the attempt to make one; None in this process.
         place: where it leads.
         places: addresses of that name that are yet to be tried.
@@ -87,8 +87,8 @@ class _Way:
         retry_at: when to begin another one; never while there is a connection.
         delay_s: how long to wait after the next attempt that fails.
         slammed: handshakes in a row that were ended without a word.
-        silence: the reducer's; None before the handshake is done.
-        silent_s: how long it has lasted, once that was too long.
+        idle_time: the reducer's; None before the handshake is done.
+        idle_s: how long it has lasted, once that was too long.
     """
 
     link: int
@@ -107,8 +107,8 @@ class _Way:
     retry_at: float = 0.0
     delay_s: float = RECONNECT_MS / 1000
     slammed: int = 0
-    silence: Silence | None = None
-    silent_s: float = 0.0
+    idle_time: IdleTime | None = None
+    idle_s: float = 0.0
 
 
 class Transport:
@@ -135,16 +135,16 @@ class Transport:
     ) -> None:
         self._inside = context or {}
         self._keys = keys or Keys()
-        self._patience_s = heartbeats.patience_s
+        self._peer_timeout_s = heartbeats.peer_timeout_s
         self._loop = _loop.Loop(flight, heartbeats.every_s)
         self.core = _loop.Core(flight, self._loop)
-        self._ways: list[_Way] = []  # of all lines
+        self._routes: list[_Route] = []  # of all lines
         self._lines: list[list[int]] = []  # of each link: the first one, and further streams
-        self._kept: dict[int, _Kept] = {}  # links whose connections go on when they break
-        self._fresh: dict[int, int] = {}  # lines over which those of others go on
+        self._resumable: dict[int, _Resumable] = {}  # links whose connections go on when they break
+        self._successors: dict[int, int] = {}  # lines over which those of others go on
         self._tries = False  # an attempt to connect is in progress
         self._next_try = 0.0  # when the next one begins
-        self._resolved: list[tuple[_Way, list[tuple[int, Any]]]] = []  # by threads, for this one
+        self._resolved: list[tuple[_Route, list[tuple[int, Any]]]] = []  # by threads, for this one
         self._clock = ServingTime(time.monotonic)  # a worker that did not run could hear nobody
         self._looked = 0.0  # when `listen` looked last, by that clock
         # Not the module's own, whose numbers may be a user's training.
@@ -159,10 +159,10 @@ class Transport:
         """
         link = len(self._lines)
         self._lines.append([self._loop.add(link)])
-        self._ways.append(_Way(link, address))
+        self._routes.append(_Route(link, address))
         self._mind(time.monotonic())
 
-    def keep(self, link: int, resumption: Resumption) -> None:
+    def make_resumable(self, link: int, resumption: Resumption) -> None:
         """Have a link's connections go on over others when they break, until the link ends.
 
         Args:
@@ -170,10 +170,10 @@ class Transport:
             resumption: what the others begin with.
         """
         main = self._lines[link][0]
-        if self._ways[main].socket is not None:
+        if self._routes[main].socket is not None:
             far_s = SPARE_ROUND_TRIPS * self.round_trip_s(link)
-            self._kept[link] = _Kept(resumption, RESUME_S + far_s)
-            self._loop.keep(main)
+            self._resumable[link] = _Resumable(resumption, RESUME_S + far_s)
+            self._loop.make_resumable(main)
 
     def add_streams(self, link: int, header: bytes, payloads: Sequence[bytes]) -> None:
         """Give a link further streams, until its first connection ends.
@@ -184,16 +184,16 @@ class Transport:
             payloads: of these, one for each.
         """
         lines = self._lines[link]
-        main = self._ways[lines[0]]
+        main = self._routes[lines[0]]
         if main.socket is None or main.place is None:
             return  # no network lies between
         while len(lines) <= len(payloads):
             lines.append(self._loop.add(link))
-            self._ways.append(_Way(link, main.address))
+            self._routes.append(_Route(link, main.address))
         for line, payload in zip(lines[1:], payloads, strict=False):
             self._hang_up(line)
-            way = self._ways[line]
-            way.opening, way.places, way.retry_at = (header, payload), [main.place], 0.0
+            route = self._routes[line]
+            route.opening, route.places, route.retry_at = (header, payload), [main.place], 0.0
         self._mind(time.monotonic())
 
     def reset(self, link: int) -> None:
@@ -201,10 +201,10 @@ class Transport:
 
         Nothing that was sent over it is read from callers' memory after this.
         """
-        way = self._ways[self._lines[link][0]]
+        route = self._routes[self._lines[link][0]]
         self._end(link)
-        way.places, way.slammed, way.delay_s = None, 0, RECONNECT_MS / 1000
-        way.retry_at = 0.0
+        route.places, route.slammed, route.delay_s = None, 0, RECONNECT_MS / 1000
+        route.retry_at = 0.0
         self._mind(time.monotonic())
 
     def wait(self, timeout_s: float) -> None:
@@ -230,9 +230,9 @@ class Transport:
             yield Completed(completed)
         if message is not None:
             line, header, payload = message
-            way = self._ways[line]
-            if way.opening is None or way.carries:
-                yield Message(way.link, header, payload)
+            route = self._routes[line]
+            if route.opening is None or route.carries:
+                yield Message(route.link, header, payload)
             else:
                 self._answered(line, header, payload)
         while (change := self._loop.change()) is not None:
@@ -263,173 +263,180 @@ class Transport:
         if now < self._looked + LOOK_S:
             return
         self._looked = now
-        for line, way in enumerate(self._ways):
-            if way.silence is None or way.socket is None or way.silent_s:
+        for line, route in enumerate(self._routes):
+            if route.idle_time is None or route.socket is None or route.idle_s:
                 continue
             read, partial = self._loop.received(line)
-            silent_s = way.silence.listen(read, now, partial=partial)
-            far_s = tcp_connections.round_trip_s(way.socket) if silent_s > self._patience_s else 0.0
-            if is_lost(silent_s, self._patience_s, far_s) and not _unread(way.socket):
-                way.silent_s = silent_s
+            idle_s = route.idle_time.listen(read, now, partial=partial)
+            far_s = (
+                tcp_connections.round_trip_s(route.socket) if idle_s > self._peer_timeout_s else 0.0
+            )
+            if is_lost(idle_s, self._peer_timeout_s, far_s) and not _unread(route.socket):
+                route.idle_s = idle_s
                 with contextlib.suppress(OSError):  # it has just ended by itself
-                    way.socket.shutdown(socket.SHUT_RDWR)  # the loop sees that, after what has come
+                    route.socket.shutdown(
+                        socket.SHUT_RDWR
+                    )  # the loop sees that, after what has come
 
     def round_trip_s(self, link: int) -> float:
         """Return the shortest round trip of a link's connection, seconds; 0 if nobody knows."""
-        way = self._ways[self._lines[link][0]]
-        return 0.0 if way.socket is None else tcp_connections.round_trip_s(way.socket)
+        route = self._routes[self._lines[link][0]]
+        return 0.0 if route.socket is None else tcp_connections.round_trip_s(route.socket)
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
         self._loop.end(LINGER_MS)
-        for way in self._ways:
-            if way.socket is not None:
-                way.socket.close()
-                way.socket = None
+        for route in self._routes:
+            if route.socket is not None:
+                route.socket.close()
+                route.socket = None
 
     # -- connections --------------------------------------------------------------------------
 
     def _descriptors(self) -> list[int]:
         """Return those of all connections, and of attempts to make one."""
-        return [way.socket.fileno() for way in self._ways if way.socket is not None]
+        return [route.socket.fileno() for route in self._routes if route.socket is not None]
 
-    def _changed(self, change: _loop.Change) -> Iterator[Event]:
+    def _changed(self, change: _loop.LineChange) -> Iterator[Event]:
         """Say what a change means, and connect anew if that is to be done."""
-        line, way = change.line, self._ways[change.line]
-        link = way.link
+        line, route = change.line, self._routes[change.line]
+        link = route.link
         self._tries = True  # look whether one still is
         if change.suspended:
-            self._go_on(line)
+            self._begin_resumption(line)
             return
         if change.ready:
-            way.slammed, way.delay_s = 0, RECONNECT_MS / 1000
-            way.places = None
-            way.silence, way.silent_s = Silence(self._clock.now()), 0.0
-            way.since = math.inf
-            if way.opening is None:
+            route.slammed, route.delay_s = 0, RECONNECT_MS / 1000
+            route.places = None
+            route.idle_time, route.idle_s = IdleTime(self._clock.now()), 0.0
+            route.since = math.inf
+            if route.opening is None:
                 yield Connected(link)
             else:
-                self._loop.send(line, *way.opening)
+                self._loop.send(line, *route.opening)
             return
-        if way.opening is not None:
+        if route.opening is not None:
             self._stream_ended(line, change.error)
             return
         tried = self._loop.connected(line)
         self._end(link)
         if change.shook:
-            way.retry_at = 0.0
-            if way.silent_s:
-                yield Disconnected(link, silence(way.silent_s))
+            route.retry_at = 0.0
+            if route.idle_s:
+                yield Disconnected(link, timed_out(route.idle_s))
             else:
-                yield hung_up(link, self._loop.paused_s(), self._patience_s)
+                yield hung_up(link, self._loop.paused_s(), self._peer_timeout_s)
             return
-        if tried and (error := self._refusal(way, change)) is not None:
-            way.retry_at = math.inf  # nothing is tried before a reset
+        if tried and (error := self._refusal(route, change)) is not None:
+            route.retry_at = math.inf  # nothing is tried before a reset
             yield Refused(link, error)
             return
-        self._try_later(way)
+        self._try_later(route)
         if tried:
             yield Disconnected(link, NO_REDUCER)
 
     def _stream_ended(self, line: int, error: int) -> None:
         """Go on without a further stream, if no STREAM was sent over it; else end the link."""
-        way = self._ways[line]
-        lines, spoke = self._lines[way.link], way.carries or (way.silence and way.resumes is None)
+        route = self._routes[line]
+        lines, spoke = (
+            self._lines[route.link],
+            route.carries or (route.idle_time and route.resumes is None),
+        )
         self._hang_up(line)
         if not spoke:
-            self._try_later(way, error)
+            self._try_later(route, error)
             return
-        main = self._ways[lines[0]]
-        main.silent_s = main.silent_s or way.silent_s
+        main = self._routes[lines[0]]
+        main.idle_s = main.idle_s or route.idle_s
         for other in lines:
             self._loop.break_(other)  # when what has come is read; the link ends with the first one
 
-    def _go_on(self, line: int) -> None:
+    def _begin_resumption(self, line: int) -> None:
         """Begin to go on with a connection whose socket has broken, over a fresh one."""
-        way = self._ways[line]
-        kept = self._kept.get(way.link)
-        if kept is None or way.silent_s or way.place is None:
+        route = self._routes[line]
+        resumable = self._resumable.get(route.link)
+        if resumable is None or route.idle_s or route.place is None:
             self._loop.break_(line)
             return
-        if line not in self._fresh:
-            self._fresh[line] = self._loop.add(way.link, apart=True)
-            self._ways.append(_Way(way.link, way.address))
-        fresh = self._ways[self._fresh[line]]
-        if fresh.resumes is not None:
+        if line not in self._successors:
+            self._successors[line] = self._loop.add(route.link, apart=True)
+            self._routes.append(_Route(route.link, route.address))
+        successor = self._routes[self._successors[line]]
+        if successor.resumes is not None:
             return  # it is about to
-        way.silence = None  # nothing can come
-        fresh.opening = self._resume(line, kept.resumption)
-        fresh.resumes, fresh.places, fresh.retry_at = line, [way.place], 0.0
+        route.idle_time = None  # nothing can come
+        successor.opening = self._resume(line, resumable.resumption)
+        successor.resumes, successor.places, successor.retry_at = line, [route.place], 0.0
         now = time.monotonic()
-        fresh.until = now + kept.most_s
+        successor.until = now + resumable.most_s
         self._mind(now)
 
     def _resume(self, line: int, resumption: Resumption) -> tuple[bytes, bytes]:
         """Return the next RESUME for a line whose connection has broken."""
-        way = self._ways[line]
-        way.attempts += 1
+        route = self._routes[line]
+        route.attempts += 1
         read, _ = self._loop.received(line)
-        return resumption.message(self._lines[way.link].index(line), way.attempts, read)
+        return resumption.message(self._lines[route.link].index(line), route.attempts, read)
 
     def _resumed(self, line: int, broken: int, header: bytes) -> None:
         """Go on with a broken connection over a fresh line, as the reducer agrees to."""
-        way = self._ways[line]
-        spliced = self._loop.splice(broken, line, Header.unpack(header).offset)
+        route = self._routes[line]
+        resumed = self._loop.resume_over(broken, line, Header.unpack(header).offset)
         self._hang_up(line)
-        if not spliced:
-            self._give_up(way)
+        if not resumed:
+            self._give_up(route)
             return
-        way.resumes = None
-        self._ways[broken].silence = Silence(self._clock.now())
-        log.info("a connection to reducer %s broke, and goes on over another one", way.address)
+        route.resumes = None
+        self._routes[broken].idle_time = IdleTime(self._clock.now())
+        log.info("a connection to reducer %s broke, and goes on over another one", route.address)
 
-    def _give_up(self, way: _Way) -> None:
+    def _give_up(self, route: _Route) -> None:
         """Have the connection end that was to go on over this one."""
-        if way.resumes is not None:
-            self._loop.break_(way.resumes)
-        way.resumes, way.retry_at = None, math.inf
+        if route.resumes is not None:
+            self._loop.break_(route.resumes)
+        route.resumes, route.retry_at = None, math.inf
 
     def _answered(self, line: int, header: bytes, payload: bytes) -> None:
         """Take a reducer's answer to what another connection of a link began with."""
-        way = self._ways[line]
+        route = self._routes[line]
         kind = header[TYPE_AT : TYPE_AT + 1]
-        if way.resumes is not None:
+        if route.resumes is not None:
             if kind == bytes([MessageType.RESUME]):
-                self._resumed(line, way.resumes, header)
+                self._resumed(line, route.resumes, header)
             else:
                 self._hang_up(line)
-                self._give_up(way)
+                self._give_up(route)
             return
         if kind == bytes([MessageType.STREAM]):
-            way.carries = True
+            route.carries = True
             self._loop.carry(line)
-            if way.link in self._kept:
-                self._loop.keep(line)
+            if route.link in self._resumable:
+                self._loop.make_resumable(line)
             return
         with contextlib.suppress(ReductionError):  # else it is no ERROR, or none that makes sense
-            self._say_fewer(way, str(decode_error(payload)))
+            self._say_fewer(route, str(decode_error(payload)))
         self._hang_up(line)
 
-    def _say_fewer(self, way: _Way, why: str) -> None:
+    def _say_fewer(self, route: _Route, why: str) -> None:
         """Say once that a link goes on with fewer streams than it was to have."""
-        main = self._ways[self._lines[way.link][0]]
+        main = self._routes[self._lines[route.link][0]]
         if not main.fewer:
             main.fewer = True
-            log.warning("reducer %s has fewer streams than it was to have: %s", way.address, why)
+            log.warning("reducer %s has fewer streams than it was to have: %s", route.address, why)
 
-    def _refusal(self, way: _Way, change: _loop.Change) -> AuthError | None:
+    def _refusal(self, route: _Route, change: _loop.LineChange) -> AuthError | None:
         """Say what is wrong with our keys, if a failed handshake tells."""
-        keyed = self._keys.at(way.address) is not None
+        keyed = self._keys.at(route.address) is not None
         if change.fault == _loop.Fault.REFUSED and change.reason.startswith(_DENIED):
-            return credentials.unknown(way.address)
+            return credentials.unknown(route.address)
         if change.fault == _loop.Fault.DIFFERS:
-            return credentials.guess(way.address, change.mechanism, keyed=keyed)
+            return credentials.guess(route.address, change.mechanism, keyed=keyed)
         # A reducer that cannot open what we have encrypted just closes the connection.
         if keyed and change.mechanism == "CURVE":
-            way.slammed += 1
-            if way.slammed == SLAMMED or change.fault == _loop.Fault.WRONG_KEY:
-                way.slammed = 0
-                return credentials.guess(way.address, change.mechanism, keyed=keyed)
+            route.slammed += 1
+            if route.slammed == SLAMMED or change.fault == _loop.Fault.WRONG_KEY:
+                route.slammed = 0
+                return credentials.guess(route.address, change.mechanism, keyed=keyed)
         return None
 
     def _mind_if_due(self, now: float) -> None:
@@ -439,118 +446,122 @@ class Transport:
     def _mind(self, now: float) -> None:
         """Begin the attempts that are due, and end those that take too long."""
         while self._resolved:
-            way, places = self._resolved.pop()
-            way.places, way.asked = places, False
-        for line, way in enumerate(self._ways):
-            if way.socket is not None:
+            route, places = self._resolved.pop()
+            route.places, route.asked = places, False
+        for line, route in enumerate(self._routes):
+            if route.socket is not None:
                 most_s = HANDSHAKE_S if self._loop.connected(line) else CONNECT_S
-                if now - way.since > most_s or (way.resumes is not None and now > way.until):
+                if now - route.since > most_s or (route.resumes is not None and now > route.until):
                     self._hang_up(line)
-                    self._try_later(way)
-            elif way.retry_at <= now and not way.asked:
-                self._try(line, way, now)
-        self._tries = any(way.socket is not None and way.silence is None for way in self._ways)
+                    self._try_later(route)
+            elif route.retry_at <= now and not route.asked:
+                self._try(line, route, now)
+        self._tries = any(
+            route.socket is not None and route.idle_time is None for route in self._routes
+        )
         self._next_try = min(
-            (way.retry_at for way in self._ways if not way.asked), default=math.inf
+            (route.retry_at for route in self._routes if not route.asked), default=math.inf
         )
 
-    def _try(self, line: int, way: _Way, now: float) -> None:
+    def _try(self, line: int, route: _Route, now: float) -> None:
         """Begin to connect, or to find out where to."""
-        if way.address in self._inside:
-            self._meet(line, way)
+        if route.address in self._inside:
+            self._connect_inproc(line, route)
             return
-        if not way.places:
-            way.places = self._resolve(way)
-        if not way.places:
+        if not route.places:
+            route.places = self._resolve(route)
+        if not route.places:
             return
-        family, place = way.place = way.places.pop(0)
-        way.since, way.retry_at = now, math.inf
+        family, place = route.place = route.places.pop(0)
+        route.since, route.retry_at = now, math.inf
         try:
-            way.socket = made = socket.socket(family, socket.SOCK_STREAM)
+            route.socket = made = socket.socket(family, socket.SOCK_STREAM)
             made.setblocking(False)
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if (found := made.connect_ex(place)) not in {0, errno.EINPROGRESS}:
                 raise OSError(found, os.strerror(found))
-            self._loop.open(line, made.fileno(), _raw(self._keys.at(way.address)))
+            self._loop.open(line, made.fileno(), _raw(self._keys.at(route.address)))
         except OSError as error:  # nobody listens there, or there are no files left
-            log.debug("no connection to %s: %s", way.address, error)
+            log.debug("no connection to %s: %s", route.address, error)
             self._hang_up(line)
-            self._try_later(way)
+            self._try_later(route)
 
-    def _meet(self, line: int, way: _Way) -> None:
+    def _connect_inproc(self, line: int, route: _Route) -> None:
         """Connect to a reducer of this process, which answers at once if it can."""
-        way.retry_at = math.inf
+        route.retry_at = math.inf
         try:
-            self._loop.join(line, self._inside[way.address]())
+            self._loop.join(line, self._inside[route.address]())
         except OSError as error:
-            log.debug("no connection to %s: %s", way.address, error)
-            self._try_later(way)
+            log.debug("no connection to %s: %s", route.address, error)
+            self._try_later(route)
 
-    def _resolve(self, way: _Way) -> list[tuple[int, Any]] | None:
+    def _resolve(self, route: _Route) -> list[tuple[int, Any]] | None:
         """Return where an address is; None if a thread of its own is to ask for a name."""
         try:
-            return _lookup(way.address, socket.AI_NUMERICHOST)
+            return _lookup(route.address, socket.AI_NUMERICHOST)
         except OSError:
-            way.asked = True
+            route.asked = True
 
         def ask() -> None:
             try:
-                places = _lookup(way.address)
+                places = _lookup(route.address)
             except OSError as error:
-                log.debug("%s has no address: %s", way.address, error)
+                log.debug("%s has no address: %s", route.address, error)
                 places = []  # the name is gone, or nobody answers: later again
-                way.retry_at = time.monotonic() + RECONNECT_MAX_MS / 1000
-            self._resolved.append((way, places))
+                route.retry_at = time.monotonic() + RECONNECT_MAX_MS / 1000
+            self._resolved.append((route, places))
             self.core.call()
 
         threading.Thread(target=ask, name="resolve", daemon=True).start()
         return None
 
-    def _try_later(self, way: _Way, error: int = 0) -> None:
+    def _try_later(self, route: _Route, error: int = 0) -> None:
         """Set the time of the next attempt: at once while the name has further addresses.
 
         Args:
-            way: whose.
+            route: whose.
             error: errno of the latest one, 0 if there is none.
         """
-        if way.resumes is not None and way.place is not None:
-            way.opening = self._resume(way.resumes, self._kept[way.link].resumption)
-            way.places, way.retry_at = [way.place], time.monotonic() + RECONNECT_MS / 1000
-            if way.retry_at > way.until or error == errno.ECONNREFUSED:  # nobody is there any more
-                self._give_up(way)
+        if route.resumes is not None and route.place is not None:
+            route.opening = self._resume(route.resumes, self._resumable[route.link].resumption)
+            route.places, route.retry_at = [route.place], time.monotonic() + RECONNECT_MS / 1000
+            if (
+                route.retry_at > route.until or error == errno.ECONNREFUSED
+            ):  # nobody is there any more
+                self._give_up(route)
             return
-        if way.places:
-            way.retry_at = 0.0
+        if route.places:
+            route.retry_at = 0.0
             return
-        if way.opening is not None:  # no more are tried until the reducer welcomes the link anew
-            self._say_fewer(way, "a connection was closed, or not made in time")
+        if route.opening is not None:  # no more are tried until the reducer welcomes the link anew
+            self._say_fewer(route, "a connection was closed, or not made in time")
             return
-        way.retry_at = time.monotonic() + way.delay_s * self._random.uniform(0.5, 1.5)
-        way.delay_s = min(2 * way.delay_s, RECONNECT_MAX_MS / 1000)
+        route.retry_at = time.monotonic() + route.delay_s * self._random.uniform(0.5, 1.5)
+        route.delay_s = min(2 * route.delay_s, RECONNECT_MAX_MS / 1000)
 
     def _end(self, link: int) -> None:
         """Close all connections of a link; the reducer has to welcome it before it has streams."""
-        self._kept.pop(link, None)
+        self._resumable.pop(link, None)
         for line in self._lines[link]:
-            if (its := self._ways[line].socket) is not None:
+            if (its := self._routes[line].socket) is not None:
                 with contextlib.suppress(OSError):  # it has ended already
                     its.shutdown(socket.SHUT_RDWR)  # a forked child may have it open still
             self._hang_up(line)
 
     def _hang_up(self, line: int) -> None:
-        way = self._ways[line]
-        if line in self._fresh:
-            self._ways[self._fresh[line]].resumes = None
-            self._hang_up(self._fresh[line])
+        route = self._routes[line]
+        if line in self._successors:
+            self._routes[self._successors[line]].resumes = None
+            self._hang_up(self._successors[line])
         self._loop.close(line)
-        if way.socket is not None:
-            way.socket.close()
-        way.socket = way.silence = None
-        way.carries = False
-        way.retry_at = math.inf
+        if route.socket is not None:
+            route.socket.close()
+        route.socket = route.idle_time = None
+        route.carries = False
+        route.retry_at = math.inf
 
 
-class _Kept(NamedTuple):
+class _Resumable(NamedTuple):
     """How a link's connections go on when they break.
 
     Attributes:

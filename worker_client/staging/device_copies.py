@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from reducer.errors import DeviceError, LocalProtocolError, ReductionError
 from worker_client.protocol.operation import Operation
 from worker_client.runtime.service_thread import STOP_S, ServiceThread
-from worker_client.runtime.trace import Copies
+from worker_client.runtime.trace import CopyTimings
 from worker_client.staging import device
 from worker_client.staging.buffer_pool import BufferPool
 from worker_client.staging.split_call import cut
@@ -93,7 +93,7 @@ class DeviceCopies:
                     residual=None if whole.residual is None else whole.residual[start:end],
                 )
                 piece.cut = True
-                piece.prepare = copied.wait
+                piece.fill = copied.wait
                 self._ways[piece] = data[start:end], part
         except BaseException:
             self._blocks.forget(self._block)
@@ -178,13 +178,13 @@ class DeviceStaging:
             raise
         steps = None
         if self._trace.timeline is not None:
-            steps = Copies(self._trace, flat.data.nbytes)
+            steps = CopyTimings(self._trace, flat.data.nbytes)
             whole.ended = steps.finished(whole.ended)
         whole.split(pieces, copies.settle)
         for piece in pieces:
             piece.ended = partial(self._piece_ended, whole, copies, piece)
             if steps is not None:
-                piece.prepare = steps.copied(piece.prepare)
+                piece.fill = steps.copied(piece.fill)
                 piece.ended = steps.reduced(piece.ended)
         self._stand_in_line(whole, pieces)
 
@@ -257,10 +257,10 @@ class DeviceStaging:
             self._calls.add(call)
         for piece in pieces:
             try:
-                if piece.prepare is not None:
-                    piece.prepare()
-                    piece.prepare = None
-            except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+                if piece.fill is not None:
+                    piece.fill()
+                    piece.fill = None
+            except Exception as error:  # noqa: BLE001 (its waiter gets it)
                 self._failure = failure = failure or error
             refusal = failure
             if refusal is None:
@@ -281,7 +281,7 @@ class DeviceStaging:
             sending = self._bring_back(self._returning.queue.get()) and sending
 
     def _bring_back(self, end: End | None) -> bool:
-        """Take note of the end of a piece; return whether more may be submitted."""
+        """Record the end of a piece; return whether more may be submitted."""
         if end is None:
             return False
         call, copies, piece, error = end
@@ -290,7 +290,7 @@ class DeviceStaging:
                 stack.enter_context(copies.device.returning())
                 if error is None and call.error is None:
                     copies.bring_back(piece)
-            except Exception as failure:  # noqa: BLE001 (whoever waits gets it)
+            except Exception as failure:  # noqa: BLE001 (its waiter gets it)
                 error = error or failure
             call.piece_ended(piece, error)
         if call.over:

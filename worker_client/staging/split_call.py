@@ -60,9 +60,9 @@ def submit_pieces(
         piece.ended = partial(whole.piece_ended, piece)
         if filled is not None and number > filled:
             piece.begun = time.monotonic()  # from now on its deadline counts
-        elif piece.prepare is not None:
-            piece.prepare()
-            piece.prepare = None  # once, whatever else it waits for
+        elif piece.fill is not None:
+            piece.fill()
+            piece.fill = None  # once, whatever else it waits for
         if stopped is None:
             try:
                 submit(piece)

@@ -61,7 +61,7 @@ def weigh(operation: Operation, weight: float) -> list[Operation]:
 
     operation.write_back = divide
     if weight != 1.0:
-        weighted.prepare = partial(_scale, view, dtype, weight)
+        weighted.fill = partial(_scale, view, dtype, weight)
     return [weights, weighted]
 
 

@@ -30,7 +30,7 @@ BATCH = 16  # images per rank and step
 
 
 @dataclass
-class Run:
+class DemoRun:
     """What one training showed."""
 
     losses: list[float] = field(default_factory=list)  # mean over the ranks, by step
@@ -94,8 +94,8 @@ def _train(
     epochs: int,
     *,
     reduced: bool,
-) -> Run:
-    run = Run(ends=[{} for _ in range(workers)])
+) -> DemoRun:
+    run = DemoRun(ends=[{} for _ in range(workers)])
     by_rank: list[list[float]] = [[] for _ in range(workers)]
     task = progress.add_task(title, total=None, loss="")
     with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def _train(
     return run
 
 
-def _table(ours: Run, gloo: Run, workers: int, reducers: int) -> Table:
+def _table(ours: DemoRun, gloo: DemoRun, workers: int, reducers: int) -> Table:
     pool = f"{reducers} reducer{'s' * (reducers > 1)}" if reducers else "embedded reducers"
     table = Table(title=f"{workers} DDP workers, handwritten digits")
     table.add_column("")
@@ -138,7 +138,7 @@ def _table(ours: Run, gloo: Run, workers: int, reducers: int) -> Table:
     return table
 
 
-def _failures(title: str, run: Run) -> Iterator[str]:
+def _failures(title: str, run: DemoRun) -> Iterator[str]:
     if not run.identical:
         digests = ", ".join(f"rank {end['rank']} {end['digest'][:8]}" for end in run.ends)
         yield f"{title}, the ranks' final weights differ: {digests}."

@@ -36,7 +36,7 @@ class Said(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Call:
+class DumpedCall:
     """One call of one rank."""
 
     said: Said
@@ -62,8 +62,8 @@ class Dump:
     began_ns: int  # the client; by its wall clock, as the next
     written_ns: int
     changes: bool  # ranks have joined or left: calls have had other numbers since
-    ordered: Mapping[int, Call]  # without a name, by number
-    named: Mapping[tuple[str, int], Call]
+    ordered: Mapping[int, DumpedCall]  # without a name, by number
+    named: Mapping[tuple[str, int], DumpedCall]
     whole: bool  # no earlier call was dropped from the file
 
 
@@ -114,8 +114,8 @@ def _read(path: Path) -> Dump:
         found = json.loads(path.read_bytes())
         about = found["reduction"]
         entries = found["entries"]
-        ordered: dict[int, Call] = {}
-        named: dict[tuple[str, int], Call] = {}
+        ordered: dict[int, DumpedCall] = {}
+        named: dict[tuple[str, int], DumpedCall] = {}
         for entry in entries:
             name, number = entry["reduction"]["name"], entry["reduction"]["call"]
             if entry["pg_id"] == ORDERED:
@@ -139,12 +139,12 @@ def _read(path: Path) -> Dump:
         raise ConfigError(f"{path} is no file of a rank's calls: {error!r}") from None
 
 
-def _call(entry: Mapping[str, Any]) -> Call:
+def _call(entry: Mapping[str, Any]) -> DumpedCall:
     (shape,), (dtype,) = entry["input_sizes"], entry["input_dtypes"]
     its, frames = entry["reduction"], entry["frames"]
     where = f"{frames[0]['filename']}:{frames[0]['line']}" if frames else ""
     error = its["error"]
-    return Call(
+    return DumpedCall(
         Said(dtype, math.prod(shape), its["op"]),
         tuple(shape),
         where,
@@ -245,7 +245,7 @@ def _follows(one: Dump, other: Dump, number: int) -> bool:
     return bool(ahead) and all(one.ordered[at].said == other.ordered[at + 1].said for at in ahead)
 
 
-def _has_followed(other: Dump, number: int, mine: Call) -> bool:
+def _has_followed(other: Dump, number: int, mine: DumpedCall) -> bool:
     """Whether a call like `mine` came after one like `other`'s call `number`, never before one."""
     its = other.ordered
     pairs = [(its[at].said, its[at + 1].said) for at in its if at + 1 in its]

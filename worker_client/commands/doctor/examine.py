@@ -70,10 +70,10 @@ def _reach(host: str, port: int, others: Sequence[int]) -> Problem | str:
         message = f"{host} does not answer at port {port} ({error.strerror or error})"
         advice = "see whether the machine runs, and whether a firewall is in between"
         return Problem(Kind.HOST, message, advice)
-    if greeting.silent:
+    if greeting.timed_out:
         message = f"port {port} of {host} takes connections and says nothing"
         advice = "look at the process there: it is stopped or hangs; restart it"
-        return Problem(Kind.SILENT, message, advice)
+        return Problem(Kind.HANGS, message, advice)
     if greeting.mechanism:
         return greeting.mechanism
     message = f"what listens at port {port} of {host} is no reducer"
@@ -115,7 +115,7 @@ def _refusal(error: ReductionError, mechanism: str) -> Problem:
     if isinstance(error, ReducerLostError):
         message = "it takes connections and does not answer a HELLO"
         advice = "look at the process there: it hangs, or is no reducer"
-        return Problem(Kind.SILENT, message, advice)
+        return Problem(Kind.HANGS, message, advice)
     return Problem(Kind.REFUSED, str(error), "do what it says")
 
 

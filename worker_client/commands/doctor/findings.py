@@ -20,7 +20,7 @@ class Kind(StrEnum):
     HOST = "host does not answer"
     DEAD = "nothing listens"
     PORT = "wrong port"
-    SILENT = "reducer hangs"
+    HANGS = "reducer hangs"
     KEYS = "keys"
     VERSION = "version"
     REFUSED = "refused"

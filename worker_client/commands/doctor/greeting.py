@@ -22,11 +22,11 @@ class Greeting(NamedTuple):
 
     Attributes:
         mechanism: of ZeroMQ, ``NULL`` or ``CURVE``; empty if it is no ZeroMQ.
-        silent: it has said nothing in time.
+        timed_out: it has said nothing in time.
     """
 
     mechanism: str = ""
-    silent: bool = False
+    timed_out: bool = False
 
 
 def split(address: str) -> tuple[str, int]:
@@ -49,13 +49,13 @@ def greet(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Greeting:
     with socket.create_connection((host, port), timeout_s) as connection:
         try:
             connection.sendall(_BEGIN, socket.MSG_NOSIGNAL)
-            heard = _hear(connection)
+            heard = _read_some(connection)
             if not heard:
                 # A server of lines of text answers these.
                 connection.sendall(_LINES, socket.MSG_NOSIGNAL)
-                return Greeting(silent=not connection.recv(1))
+                return Greeting(timed_out=not connection.recv(1))
         except TimeoutError:
-            return Greeting(silent=True)
+            return Greeting(timed_out=True)
         except ConnectionError:
             return Greeting()  # it went away, as what speaks another protocol may
     if len(heard) < _GREETING_BYTES or heard[0] != 0xFF or heard[9] != 0x7F:
@@ -63,7 +63,7 @@ def greet(host: str, port: int, timeout_s: float = TIMEOUT_S) -> Greeting:
     return Greeting(heard[_MECHANISM].rstrip(b"\0").decode("ascii", "replace"))
 
 
-def _hear(connection: socket.socket) -> bytes:
+def _read_some(connection: socket.socket) -> bytes:
     """Return what comes until a greeting is complete, the other side ends, or time is over."""
     heard = b""
     with contextlib.suppress(TimeoutError):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     Row = tuple[str, str, str]
 
-PATIENCE_S = 5.0  # for a reducer that has answered the greeting to answer a HELLO
+HELLO_TIMEOUT_S = 5.0  # for a reducer that has answered the greeting to answer a HELLO
 GOOD, BAD, NAME = "green", "bold red", "bold"
 NO_REDUCERS = "no reducers are named: every rank hosts one (set REDUCTION_SERVERS to use a pool)"
 ALL_ALIKE = "no call failed, and all ranks made the same ones"
@@ -79,7 +79,7 @@ def doctor(*, as_json: bool) -> int:
     if not as_json:
         _print_detected(found_out(resolved))
         _print_host(host)
-    connect = partial(bootstrap.connect_alone, connect_timeout=PATIENCE_S)
+    connect = partial(bootstrap.connect_alone, connect_timeout=HELLO_TIMEOUT_S)
     found = compare([examine(address, connect, settings.servers) for address in settings.servers])
     if as_json:
         _print_json(_facts(resolved, host, found))

@@ -31,7 +31,7 @@ from worker_client.horovod.torch.functions import broadcast_object
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from worker_client.horovod.job import Job
+    from worker_client.horovod.job import HorovodJob
 
     T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     return wrapper
 
 
-def _passes(error: ReductionError, job: Job) -> bool:
+def _passes(error: ReductionError, job: HorovodJob) -> bool:
     """Whether ranks may go on from their last commit after an error."""
     if isinstance(error, RankLostError) and error.rank in job.client.present:
         return False  # the job does not go on without that rank

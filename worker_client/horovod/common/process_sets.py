@@ -15,7 +15,7 @@ from worker_client.horovod.job import CURRENT
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from worker_client.horovod.job import Job
+    from worker_client.horovod.job import HorovodJob
 
 __all__ = ["ProcessSet", "add_process_set", "init", "remove_process_set"]
 
@@ -69,7 +69,7 @@ class ProcessSet:
         """Return the number that this rank must have among them; None while it cannot be used."""
         return None if self.process_set_id is None else self.group.rank
 
-    def begin(self, job: Job, number: int) -> None:
+    def begin(self, job: HorovodJob, number: int) -> None:
         """Let it be used, as that process set of the job."""
         ranks = tuple(self.ranks)
         if job.rank in ranks:
@@ -87,7 +87,7 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-class _AllRanks(ProcessSet):
+class _GlobalSet(ProcessSet):
     """All ranks of the job, which calls without ``process_set=`` are made to."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _AllRanks(ProcessSet):
         return CURRENT.job
 
 
-ALL_RANKS = _AllRanks()
+ALL_RANKS = _GlobalSet()
 
 
 def group_of(process_set: Any) -> Group:

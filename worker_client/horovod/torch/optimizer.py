@@ -50,7 +50,7 @@ class _Bundle:
     handle: Handle | None = None  # of the reduction, once it has started
 
 
-class _Gradients:
+class _OwnGradients:
     """All gradients of one optimizer: which are complete, and which have started.
 
     Parameters of one of the `groups` travel together, others alone. Without `options` nothing is
@@ -152,7 +152,7 @@ class _Gradients:
         bundle.handle = Handle([reduction], finish)
 
 
-def _completed(to: weakref.ref[_Gradients], bundle: _Bundle, at: int, _: torch.Tensor) -> None:
+def _completed(to: weakref.ref[_OwnGradients], bundle: _Bundle, at: int, _: torch.Tensor) -> None:
     """Do what a parameter's hook does: nothing once the optimizer is gone."""
     gradients = to()
     if gradients is not None:
@@ -185,7 +185,7 @@ def _replace(parameter: torch.Tensor, reduced: torch.Tensor) -> None:
 class _Distributed(torch.optim.Optimizer):
     """What is put before an optimizer's own class."""
 
-    _gradients: _Gradients
+    _gradients: _OwnGradients
     _parameter_names: dict[torch.Tensor, str]  # Horovod's name, which scripts read
     _synchronized = False
     _synchronizes = True
@@ -315,7 +315,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if not excluded and not (group := group_of(process_set)).alone:
         options = _Options(group, compression, chosen, scales, sparse_as_dense)
     bundles = _group(named, num_groups or None if groups is None else groups)
-    gradients = _Gradients(named, bundles, options, check_passes(backward_passes_per_step))
+    gradients = _OwnGradients(named, bundles, options, check_passes(backward_passes_per_step))
 
     kind = type(optimizer)
     wrapped: Any = object.__new__(type(kind.__name__, (_Distributed, kind), {}))

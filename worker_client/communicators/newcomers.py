@@ -46,7 +46,7 @@ _HALF = 1 << 16
 log = logging.getLogger(__name__)
 
 
-class Offer(NamedTuple):
+class Proposal(NamedTuple):
     """A membership to join."""
 
     world_size: int  # ranks that have ever taken part, with the one that joins, which is the last
@@ -55,22 +55,22 @@ class Offer(NamedTuple):
     generation: int
 
     @classmethod
-    def parse(cls, said: dict[str, Any]) -> Offer:
+    def parse(cls, said: dict[str, Any]) -> Proposal:
         """Return what the lowest rank has offered."""
         kinds = {"world_size": int, "lost": list, "run": str, "generation": int}
         if said.keys() != kinds.keys() or not all(
             type(said[name]) is kind for name, kind in kinds.items()
         ):
             raise RemoteProtocolError(f"no offer of a membership: {said!r}"[:200])
-        offer = cls(**said)
-        known = range(offer.world_size - 1)
-        if not all(type(rank) is int and rank in known for rank in offer.lost):
+        proposal = cls(**said)
+        known = range(proposal.world_size - 1)
+        if not all(type(rank) is int and rank in known for rank in proposal.lost):
             raise RemoteProtocolError(f"no offer of a membership: {said!r}"[:200])
-        return offer
+        return proposal
 
 
-def lobby_spec(spec: JobSpec, rank: int) -> JobSpec:
-    """Return what the lobby of a job is for one of the two: rank 0 lets in, rank 1 joins."""
+def rendezvous_spec(spec: JobSpec, rank: int) -> JobSpec:
+    """Return what the rendezvous of a job is for one of the two: rank 0 lets in, rank 1 joins."""
     return replace(
         spec,
         job=f"{spec.job}{NAME}",
@@ -86,8 +86,8 @@ def lobby_spec(spec: JobSpec, rank: int) -> JobSpec:
     )
 
 
-class _Table:
-    """One visit to the lobby.
+class _Handshake:
+    """One visit to the rendezvous.
 
     `check` raises a ReductionError when this rank is to leave.
     """
@@ -116,7 +116,7 @@ class _Table:
         operation = Operation(
             memoryview(data), DType.UINT8, ReduceOp.SUM, None, timeout_s, ended=ends.put
         )
-        operation.quiet = True
+        operation.unwatched = True
         self._communicator.submit(operation)
         while True:
             with suppress(queue.Empty):
@@ -145,22 +145,22 @@ class _Table:
         self._communicator.stop()
 
 
-class Lobby:
+class NewcomerRendezvous:
     """The lowest rank's side: offers the next membership to whoever comes.
 
-    `offer` returns the membership that one more rank would join, or raises a ReductionError if this
-    rank can let nobody in any more.
+    `proposal` returns the membership that one more rank would join, or raises a ReductionError if
+    this rank can let nobody in any more.
     """
 
-    def __init__(self, enter: Enter, spec: JobSpec, offer: Callable[[], Offer]) -> None:
+    def __init__(self, enter: Enter, spec: JobSpec, proposal: Callable[[], Proposal]) -> None:
         self._enter = enter
-        self._spec = lobby_spec(spec, 0)
-        self._offer = offer
+        self._spec = rendezvous_spec(spec, 0)
+        self._propose = proposal
         self._lock = threading.Lock()
-        self._ready: Offer | None = None  # what the one accepted who is here
+        self._ready: Proposal | None = None  # what the one accepted who is here
         self._verdict: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lobby", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 
     def ready(self) -> bool:
@@ -169,7 +169,7 @@ class Lobby:
         One that is ready for another membership is told to begin anew.
         """
         with self._lock:
-            if self._ready is not None and self._ready != self._offer():
+            if self._ready is not None and self._ready != self._propose():
                 self._answer(admitted=False)
             return self._ready is not None
 
@@ -186,7 +186,7 @@ class Lobby:
     def _check(self) -> None:
         if self._stopped.is_set():
             raise LocalProtocolError("this client was shut down")
-        self._offer()
+        self._propose()
 
     def _answer(self, *, admitted: bool) -> None:
         self._ready = None
@@ -199,24 +199,24 @@ class Lobby:
 
     def _receive_one(self) -> bool:
         """Wait until a rank comes, and tell it what becomes of it; false: that has failed."""
-        table: _Table | None = None
+        handshake: _Handshake | None = None
         try:
             self._check()
-            table = _Table(self._enter, self._spec, self._check)
-            table.join(STOP_S)
-            table.exchange({})
-            offer = self._offer()
-            table.exchange(offer._asdict())
-            table.exchange({})
+            handshake = _Handshake(self._enter, self._spec, self._check)
+            handshake.join(STOP_S)
+            handshake.exchange({})
+            proposal = self._propose()
+            handshake.exchange(proposal._asdict())
+            handshake.exchange({})
             self._verdict = queue.SimpleQueue()
             with self._lock:
-                self._ready = offer
+                self._ready = proposal
             while True:
                 with suppress(queue.Empty):
                     admitted = self._verdict.get(timeout=LOOK_S)
                     break
-                table.check()
-            table.exchange({"admitted": admitted}, timeout_s=STOP_S)
+                handshake.check()
+            handshake.exchange({"admitted": admitted}, timeout_s=STOP_S)
         except ReductionError as error:
             log.debug("nobody has joined: %s", error)
             return False
@@ -226,12 +226,12 @@ class Lobby:
         finally:
             with self._lock:
                 self._ready = None
-            if table is not None:
-                table.close()
+            if handshake is not None:
+                handshake.close()
         return True
 
 
-class Application:
+class MembershipRequest:
     """The side of a rank that joins, which knows of `spec` what its settings say.
 
     The reducers have `timeout_s` to answer; it gives up at `until`, of the monotonic clock.
@@ -242,39 +242,39 @@ class Application:
 
     def __init__(self, enter: Enter, spec: JobSpec, timeout_s: float, until: float) -> None:
         self._stopped = threading.Event()
-        self._table = _Table(enter, lobby_spec(spec, 1), self._check)
+        self._handshake = _Handshake(enter, rendezvous_spec(spec, 1), self._check)
         self.refused = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            self._table.join(timeout_s)
-            self._table.exchange({}, timeout_s=max(LOOK_S, until - time.monotonic()))
-            self.offer = Offer.parse(self._table.exchange({}))
+            self._handshake.join(timeout_s)
+            self._handshake.exchange({}, timeout_s=max(LOOK_S, until - time.monotonic()))
+            self.proposal = Proposal.parse(self._handshake.exchange({}))
         except BaseException:
-            self._table.close()
+            self._handshake.close()
             raise
 
     def accept(self) -> None:
         """Say that this rank is in the membership and waits for the others."""
-        self._table.exchange({})
-        self._thread = threading.Thread(target=self._hear, name="lobby", daemon=True)
+        self._handshake.exchange({})
+        self._thread = threading.Thread(target=self._await_verdict, name="rendezvous", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Leave the lobby."""
+        """Leave the rendezvous."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join(STOP_S)
-        self._table.close()
+        self._handshake.close()
 
     def _check(self) -> None:
         if self._stopped.is_set():
             raise LocalProtocolError("this client was shut down")
 
-    def _hear(self) -> None:
+    def _await_verdict(self) -> None:
         try:
-            verdict = self._table.exchange({})
+            verdict = self._handshake.exchange({})
         except ReductionError as error:
-            log.debug("the lobby has ended: %s", error)
+            log.debug("the rendezvous has ended: %s", error)
             # The others may have let this rank in all the same, and go on without the lowest one.
             if self._stopped.wait(GRACE_S):
                 return

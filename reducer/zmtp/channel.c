@@ -1,4 +1,4 @@
-#include "pair.h"
+#include "channel.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -8,39 +8,40 @@
 
 enum { COPIED = 64 << 10 /* bytes, while the other end cannot offer more */ };
 
-struct pair *pair_make(void)
+struct channel *channel_make(void)
 {
-    struct pair *pair = calloc(1, sizeof *pair);
-    if (pair == NULL)
+    struct channel *channel = calloc(1, sizeof *channel);
+    if (channel == NULL)
         return NULL;
     for (unsigned side = 0; side < 2; side++) {
-        pair->end[side].fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        pair->end[side].sleeps = true;
+        channel->end[side].fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        channel->end[side].sleeps = true;
     }
-    if (pair->end[0].fd >= 0 && pair->end[1].fd >= 0 && pthread_mutex_init(&pair->lock, NULL) == 0)
-        return pair;
+    if (channel->end[0].fd >= 0 && channel->end[1].fd >= 0 &&
+        pthread_mutex_init(&channel->lock, NULL) == 0)
+        return channel;
     int error = errno;
     for (unsigned side = 0; side < 2; side++)
-        if (pair->end[side].fd >= 0)
-            close(pair->end[side].fd);
-    free(pair);
+        if (channel->end[side].fd >= 0)
+            close(channel->end[side].fd);
+    free(channel);
     errno = error;
     return NULL;
 }
 
-static void wake(struct pair_end *end)
+static void wake(struct channel_end *end)
 {
     end->sleeps = false;
     eventfd_write(end->fd, 1);
 }
 
 /* Whether an end offers as much as the other one waits for. */
-static bool is_enough(const struct pair_end *from, const struct pair_end *to)
+static bool is_enough(const struct channel_end *from, const struct channel_end *to)
 {
     return from->left > 0 && (from->left >= to->low_water || from->more);
 }
 
-static void clear(struct pair_end *end)
+static void clear(struct channel_end *end)
 {
     end->count = 0;
     end->left = end->taken = 0;
@@ -58,7 +59,7 @@ static void advance(struct iovec **parts, int *count, size_t nbytes)
 }
 
 /* Copies some of what is offered; the places move on. */
-static size_t copy(struct pair_end *from, struct iovec **places, int *count)
+static size_t copy(struct channel_end *from, struct iovec **places, int *count)
 {
     size_t copied = 0;
     while (from->count > 0 && *count > 0 && copied < COPIED) {
@@ -80,27 +81,28 @@ static size_t copy(struct pair_end *from, struct iovec **places, int *count)
     return copied;
 }
 
-void pair_leave(struct pair *pair, unsigned side)
+void channel_close(struct channel *channel, unsigned side)
 {
-    struct pair_end *end = &pair->end[side], *other = &pair->end[!side];
-    pthread_mutex_lock(&pair->lock);
+    struct channel_end *end = &channel->end[side], *other = &channel->end[!side];
+    pthread_mutex_lock(&channel->lock);
     clear(end);
     end->gone = true;
     close(end->fd);
     bool last = other->gone;
     if (!last)
         wake(other);
-    pthread_mutex_unlock(&pair->lock);
+    pthread_mutex_unlock(&channel->lock);
     if (last) {
-        pthread_mutex_destroy(&pair->lock);
-        free(pair);
+        pthread_mutex_destroy(&channel->lock);
+        free(channel);
     }
 }
 
-bool pair_offer(struct pair *pair, unsigned side, const struct iovec *parts, int count, bool more)
+bool channel_offer(struct channel *channel, unsigned side, const struct iovec *parts, int count,
+                   bool more)
 {
-    struct pair_end *end = &pair->end[side], *other = &pair->end[!side];
-    pthread_mutex_lock(&pair->lock);
+    struct channel_end *end = &channel->end[side], *other = &channel->end[!side];
+    pthread_mutex_lock(&channel->lock);
     memcpy(end->offer, parts, (size_t)count * sizeof *parts);
     end->next = end->offer;
     end->count = count;
@@ -110,32 +112,33 @@ bool pair_offer(struct pair *pair, unsigned side, const struct iovec *parts, int
     bool gone = other->gone;
     if (other->sleeps && !gone && is_enough(end, other))
         wake(other);
-    pthread_mutex_unlock(&pair->lock);
+    pthread_mutex_unlock(&channel->lock);
     return !gone;
 }
 
-size_t pair_withdraw(struct pair *pair, unsigned side)
+size_t channel_withdraw(struct channel *channel, unsigned side)
 {
-    struct pair_end *end = &pair->end[side];
-    pthread_mutex_lock(&pair->lock);
+    struct channel_end *end = &channel->end[side];
+    pthread_mutex_lock(&channel->lock);
     size_t taken = end->taken;
     clear(end);
-    pthread_mutex_unlock(&pair->lock);
+    pthread_mutex_unlock(&channel->lock);
     return taken;
 }
 
-ssize_t pair_read(struct pair *pair, unsigned side, struct iovec *places, int count)
+ssize_t channel_read(struct channel *channel, unsigned side, struct iovec *places, int count)
 {
-    struct pair_end *end = &pair->end[side], *other = &pair->end[!side];
+    struct channel_end *end = &channel->end[side], *other = &channel->end[!side];
     size_t copied = 0, part = 1;
     bool gone = false;
     while (count > 0 && part > 0) {
-        pthread_mutex_lock(&pair->lock); /* for one part at a time: the other end may be about to send */
+        /* For one part at a time: the other end may be about to send. */
+        pthread_mutex_lock(&channel->lock);
         part = copy(other, &places, &count);
         copied += part;
         end->sleeps |= part == 0;
         gone = other->gone;
-        pthread_mutex_unlock(&pair->lock);
+        pthread_mutex_unlock(&channel->lock);
     }
     if (copied > 0 || gone)
         return (ssize_t)copied;
@@ -143,12 +146,12 @@ ssize_t pair_read(struct pair *pair, unsigned side, struct iovec *places, int co
     return -1;
 }
 
-bool pair_await(struct pair *pair, unsigned side, size_t low_water)
+bool channel_await(struct channel *channel, unsigned side, size_t low_water)
 {
-    struct pair_end *end = &pair->end[side];
-    pthread_mutex_lock(&pair->lock);
+    struct channel_end *end = &channel->end[side];
+    pthread_mutex_lock(&channel->lock);
     end->low_water = low_water;
-    bool enough = is_enough(&pair->end[!side], end);
-    pthread_mutex_unlock(&pair->lock);
+    bool enough = is_enough(&channel->end[!side], end);
+    pthread_mutex_unlock(&channel->lock);
     return enough;
 }

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from reducer.errors import ConfigError, LocalProtocolError, MembershipError
 from worker_client.communicators.elastic import Change
-from worker_client.communicators.lobby import LOOK_S, Lobby, Offer
+from worker_client.communicators.newcomers import LOOK_S, NewcomerRendezvous, Proposal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.elastic import ElasticCommunicator
-    from worker_client.communicators.lobby import Application
+    from worker_client.communicators.newcomers import MembershipRequest
     from worker_client.fusion.fusion import Fusion
     from worker_client.protocol.spec import JobSpec
 
@@ -54,12 +54,12 @@ class Resources:
             threading.Thread(target=self.fusion.stop, name="leave", daemon=True).start()
 
 
-class Admission:
+class MembershipChange:
     """The membership of a client's two communicators; ranks join both of them, or none.
 
     `elastic` is that of calls in order. `new_fusion` makes what reduces named tensors after ranks
     have joined, from how many have ever taken part and which ones are lost. `enter` makes a
-    communicator, for the lobby.
+    communicator, for the rendezvous.
 
     Attributes:
         newcomer: this rank has joined, and not called `admit` yet.
@@ -81,24 +81,24 @@ class Admission:
         self._enter = enter
         self._new_fusion = new_fusion
         self._resources = resources
-        self._lobby: Lobby | None = None
+        self._rendezvous: NewcomerRendezvous | None = None
         self._callbacks: list[Callable[[Change], None]] = []
         elastic.on_change = self._changed
 
-    def enter_job(self, application: Application) -> None:
+    def enter_job(self, membership_request: MembershipRequest) -> None:
         """Wait until the others let this rank in.
 
         Raises:
             MembershipError: they have another membership by now.
             ReductionError: they cannot be waited for.
         """
-        application.accept()
-        self._elastic.arrive()
+        membership_request.accept()
+        self._elastic.begin_joining()
         while not self._elastic.await_members(timeout_s=LOOK_S):
-            if application.refused.is_set():
+            if membership_request.refused.is_set():
                 raise MembershipError("the membership has changed before this rank was in it")
 
-    def settle_in(self, timeout_s: float) -> None:
+    def begin_membership(self, timeout_s: float) -> None:
         """Be ready for calls with names, and wait until all ranks are, in a new membership."""
         try:
             self._resources.fusion.open()
@@ -124,19 +124,21 @@ class Admission:
         elastic = self._elastic
         more = self._ready()
         joined = elastic.admit(more, timeout_s)
-        if more and self._lobby is not None:
-            self._lobby.decide(admitted=joined and elastic.present[-1] == elastic.world_size - 1)
+        if more and self._rendezvous is not None:
+            self._rendezvous.decide(
+                admitted=joined and elastic.present[-1] == elastic.world_size - 1
+            )
         if joined:
             earlier = self._resources.fusion
             fusion = self._new_fusion(elastic.world_size, elastic.lost_at_admission)
             self._resources.fusion = fusion
             try:
-                self.settle_in(timeout_s)
+                self.begin_membership(timeout_s)
             finally:  # all have left it behind
                 fusion.follow(earlier)
         return joined
 
-    def tell(self, callback: Callable[[Change], None]) -> None:
+    def subscribe(self, callback: Callable[[Change], None]) -> None:
         """Have a function called with every new membership; see `Client.on_membership`."""
         self._callbacks.append(callback)
         if self.newcomer:
@@ -144,28 +146,28 @@ class Admission:
 
     def stop(self) -> None:
         """Let nobody in any more."""
-        if self._lobby is not None:
-            self._lobby.stop()
+        if self._rendezvous is not None:
+            self._rendezvous.stop()
 
     def _ready(self) -> int:
         """Return how many ranks are ready to join, if it is this rank that lets them in."""
         if self._elastic.present[0] != self._elastic.rank:
-            if self._lobby is not None:
-                self._lobby.stop()
-                self._lobby = None
+            if self._rendezvous is not None:
+                self._rendezvous.stop()
+                self._rendezvous = None
             return 0
-        if self._lobby is None:
-            self._lobby = Lobby(self._enter, self._elastic.spec, self._offer)
+        if self._rendezvous is None:
+            self._rendezvous = NewcomerRendezvous(self._enter, self._elastic.spec, self._propose)
             if self._elastic.closing:  # it was shut down meanwhile
-                self._lobby.stop()
-        return int(self._lobby.ready())
+                self._rendezvous.stop()
+        return int(self._rendezvous.ready())
 
-    def _offer(self) -> Offer:
+    def _propose(self) -> Proposal:
         elastic = self._elastic
         if elastic.failed or elastic.closing:
             raise LocalProtocolError("this rank goes on no more, and lets nobody in")
         spec = elastic.spec
-        return Offer(elastic.world_size + 1, sorted(elastic.lost), spec.run, spec.generation)
+        return Proposal(elastic.world_size + 1, sorted(elastic.lost), spec.run, spec.generation)
 
     def _lose_named(self) -> None:
         """Go on without lost ranks in calls with names as well, where they may never have been."""
@@ -175,10 +177,10 @@ class Admission:
     def _changed(self, change: Change) -> None:
         self._lose_named()
         for callback in self._callbacks:
-            _tell(callback, change)
+            _notify(callback, change)
 
 
-def _tell(callback: Callable[[Change], None], change: Change) -> None:
+def _notify(callback: Callable[[Change], None], change: Change) -> None:
     try:
         callback(change)
     except Exception:  # the job goes on all the same
