@@ -86,8 +86,8 @@ SOURCES = {
 # What a checkout has for its tests and its fuzzer, and no wheel: extensions, and failpoints in the
 # loops (torture/failpoints).
 TESTS = {"tests.zmtp._zmtp": ZMTP, "tests.zmtp._connection": [*ZMTP, "reducer/zmtp/channel.c"]}
-TESTS = TESTS if Path("tests").is_dir() else {}
-FAILPOINTS = [("REDUCTION_FAILPOINTS", None)] if Path("torture").is_dir() else []
+TESTS = TESTS if Path("tests/zmtp/_zmtp.pyx").is_file() else {}  # an sdist has other tests
+FAILPOINTS = [("REDUCTION_FAILPOINTS", None)] if Path("torture/failpoints").is_dir() else []
 HEADERS = [
     str(path)
     for package in ("reducer", "worker_client", "torture")

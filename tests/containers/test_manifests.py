@@ -217,7 +217,7 @@ def test_compose_observes_its_reducers():
     mounted = {}
     for service in observers.values():
         assert service["profiles"] == ["observe"]
-        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"])
+        assert re.search(r":v?\d+\.\d+\.\d+@sha256:[0-9a-f]{64}$", service["image"])
         assert all(port.startswith("127.0.0.1:") for port in service["ports"])
         # A network that leads nowhere has no ports for this machine either.
         assert not set(service["networks"]) <= {"training"}

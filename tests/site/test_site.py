@@ -24,7 +24,8 @@ FIRST = "index.html"  # leads to the first page
 # Of a page's elements that a browser loads by itself, the attributes that say from where.
 LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 LOADING = {"stylesheet", "icon", "preload", "modulepreload", "manifest"}  # kinds of <link>
-NOT_PUBLIC = {"cli", "config", "work"}  # commands; and what the settings and the client's page have
+# Commands; what the settings and the client's page have; and what the specification shows.
+NOT_PUBLIC = {"cli", "config", "work", "reference"}
 
 
 class Page(HTMLParser):
