@@ -160,8 +160,9 @@ cdef class Rounds:
     cdef dict _latest
     cdef dict _left
     cdef dict _swept
+    cdef object _owner  # of the pool, as long as payloads come from there
 
-    cdef admit(self, list members, job, block_pool *pool)
+    cdef admit(self, list members, job, block_pool *pool, owner)
     cdef dismiss(self)
     cdef rest(self)
     cdef _view(self, round *found)

@@ -4,6 +4,7 @@ The compiled loop works on the structs. What it leaves to the engine, the engine
 classes: a `Round` is a view that is made when somebody asks for one. `tests/twins` has an oracle.
 """
 
+cimport cython
 from cpython.bytes cimport PyBytes_AsString
 from cpython.memoryview cimport PyMemoryView_FromMemory
 
@@ -368,6 +369,7 @@ cdef class Lateness:
         return [lateness_us(known, rank, lately) for rank in range(self._of.c.world_size)]
 
 
+@cython.no_gc_clear  # a collector leaves it whom its payloads' pool is of
 cdef class Rounds:
     """The rounds of one job, by sequence number.
 
@@ -564,8 +566,8 @@ cdef class Rounds:
                 self._release(sequence)
         self._latest.clear()
 
-    cdef admit(self, list members, job, block_pool *pool):
-        """Let the loop serve these members, one per rank, with payloads from its pool."""
+    cdef admit(self, list members, job, block_pool *pool, owner):
+        """Let the loop serve these members, one per rank, with payloads from its owner's pool."""
         cdef Member member
         if self.c.members == NULL:
             self.c.members = <member_t **>calloc(self.c.world_size, sizeof(member_t *))
@@ -573,7 +575,7 @@ cdef class Rounds:
                 raise MemoryError
         for member in members:
             self.c.members[member.c.rank] = &member.c
-        self.c.pool = pool
+        self.c.pool, self._owner = pool, owner
         self.c.job = job.key
         self.c.generation = job.generation
         self.c.max_chunk_bytes = job.max_chunk_bytes
@@ -581,6 +583,6 @@ cdef class Rounds:
 
     cdef dismiss(self):
         """Leave every contribution to the engine."""
-        self.c.pool = &self.c.own
+        self.c.pool, self._owner = &self.c.own, None
         free(self.c.members)
         self.c.members = NULL

@@ -307,7 +307,7 @@ cdef class Core:
         members = list(job.members.values())
         self._served[job] = within, members
         within.rest()
-        within.admit(members, job, &self.c.pool)
+        within.admit(members, job, &self.c.pool, self._sockets)
         for member in members:
             for peer in (member.peer, *self._engine.members.streams(member.peer)):
                 self.put(key_of(peer), &member.c, &within.c)
