@@ -593,10 +593,14 @@ def _step(router: zmq.Socket[bytes], reducer: Reducer, lines: Lines) -> None:
     reducer.tick(now)
     ended = [peer for peer in lines if _ends(peer, reducer, lines, now)]
     for to, message in reducer.out:
-        with suppress(zmq.ZMQError):
+        try:
             router.send_multipart([to, *message], zmq.NOBLOCK)
-            continue
-        ended.append(to)  # an unreachable peer shows when something is sent
+        except zmq.Again:
+            ended.append(to)  # it reads nothing
+        except zmq.ZMQError:  # it has gone, and another one may have its descriptor by now
+            reducer.gone(to)
+            if (known := lines.pop(to, None)) is not None:
+                known[0].close()
     reducer.out.clear()
     for peer_ in ended:
         reducer.gone(peer_)
