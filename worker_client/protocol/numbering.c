@@ -1,3 +1,5 @@
+/* Where every all-reduce gets its number: a call has one, and each all-reduce in it a place, so that
+ * number * PLACES + place is its sequence number; and the checksum of the calls before it. */
 #include "all_reduce.h"
 
 enum { FIRST_PLACE = 1 }; /* of an all-reduce in its call; place 0 is for the ranks' own question */
