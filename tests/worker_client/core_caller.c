@@ -26,7 +26,8 @@ static void *run(void *argument)
             .dtype = 1,
             .op = 1,
         };
-        if (job->calls->submit(job->calls->core, &asked[at]) == CORE_CLOSED) {
+        enum core_submitted how = job->calls->submit(job->calls->core, &asked[at]);
+        if (how == CORE_CLOSED || how == CORE_REFUSED) {
             job->failed += job->count - at;
             job->count = at;
             break;

@@ -5,12 +5,14 @@ import os
 import subprocess
 import sysconfig
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import inside
+from tests.waits import within_s
 from tests.worker_client.waits import at_all, half_a_job
 
 ROOT = Path(__file__).parents[2]
@@ -66,12 +68,30 @@ def test_it_and_python_take_turns(make, reduce):
     assert all(at_all(half_a_job(make), rank))
 
 
-def test_it_hears_of_a_failure(make, reduce):
+@pytest.mark.parametrize("leads", [False, True])
+def test_it_hears_of_a_failure(make, reduce, leads):
     """Of a client that is shut down, and of what is asked for afterwards."""
     one, other = half_a_job(make)
+    start = time.monotonic()
     timer = threading.Timer(0.3, one.shutdown)
     timer.start()
-    assert reduce(one, np.ones((3, 10), np.float32)) == -1  # the other rank makes no call
+    assert reduce(one, np.ones((3, 10), np.float32), leads) == -1  # the other rank makes no call
     timer.join()
-    assert reduce(one, np.ones((3, 10), np.float32)) == -1
+    assert reduce(one, np.ones((3, 10), np.float32), leads) == -1
     other.shutdown()
+    within_s(5.0, start)
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_what_has_just_come_ends_when_its_client_does(make, reduce, leads):
+    """Python has looked at a call that takes long, and then its result comes with the shutdown."""
+
+    def rank(client):
+        if client.rank == 1:
+            time.sleep(0.2)
+        ended = reduce(client, np.ones((1, 10), np.float32), leads)
+        client.shutdown()
+        return ended
+
+    for _ in range(5):
+        assert set(at_all(half_a_job(make), rank)) <= {1, -1}

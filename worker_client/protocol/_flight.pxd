@@ -34,7 +34,7 @@ cdef extern from "worker_client/protocol/all_reduce.h" nogil:
         uint8_t dtype, op
         bint unready
         void *owner
-        int state
+        int state  # atomic
         int64_t sequence
         uint64_t since, history
         double begun, deadline, ask_at, ask_last_at, sent, answered
@@ -168,12 +168,13 @@ cdef class OperationState(Call):
 
 cdef class CompiledFlight:
     cdef flight c
-    cdef dict _held  # what `submit` has begun, and nobody else keeps
+    cdef dict _held  # what `submit` has begun, and of other threads' what Python has seen
 
     cpdef bint begin(self, OperationState operation, double now) except -1
     cpdef submit(self, OperationState operation, shards, uint64_t chunk_bytes, uint32_t epoch,
                  double now=*)
     cpdef list completed(self)
+    cdef let_go(self, OperationState operation)
     cdef OperationState owner(self, all_reduce *asked)
     cdef OperationState wrapped(self, all_reduce *asked)
     cdef uint32_t check(self, link) except? 0

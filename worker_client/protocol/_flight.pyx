@@ -143,7 +143,9 @@ cdef class OperationState(Call):
         self.own = foreign[0]
         self.c = &self.own
         self.own.state = state
-        foreign.state = state  # last: who hears of it may free the struct
+        if foreign != &self.own:
+            foreign.owner = NULL
+            foreign.state = state  # last: who hears of it may free the struct
 
     @property
     def timeout_s(self):
@@ -457,6 +459,10 @@ cdef class CompiledFlight:
         operation.adopt(asked)
         self._held[operation] = None
         return operation
+
+    cdef let_go(self, OperationState operation):
+        """Keep an all-reduce no more that another thread has asked for and that is not begun."""
+        self._held.pop(operation, None)
 
     def find(self, uint64_t sequence):
         cdef operation_t *found = flight_find(&self.c, sequence)

@@ -411,7 +411,7 @@ bool flight_end_unowned(struct flight *flight)
 {
     struct operation **place = &flight->completed;
     while (*place != NULL) {
-        if ((*place)->asked->owner != NULL)
+        if ((*place)->asked->owner != NULL || (*place)->header.total_bytes >= flight->large_bytes)
             place = &(*place)->following;
         else
             atomic_store(&take_completed(flight, place)->state, ALL_REDUCE_DONE);

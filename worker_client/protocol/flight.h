@@ -129,7 +129,8 @@ void flight_confirm(struct flight *flight, uint64_t reached);
 
 /* The next all-reduce that has ended well, to be told of once; NULL: no more. */
 struct all_reduce *flight_completed(struct flight *flight);
-/* Ends those that have ended well and are nobody's in Python. False: others are left. */
+/* Ends those that have ended well, are nobody's in Python, and say nothing of links. False: others are
+ * left. */
 bool flight_end_unowned(struct flight *flight);
 
 /* The rest is for the flight's own files. */

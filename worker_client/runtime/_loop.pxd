@@ -57,6 +57,7 @@ cdef extern from "worker_client/runtime/core.h" nogil:
         CORE_BEGUN
         CORE_ASKED
         CORE_CLOSED
+        CORE_REFUSED
 
     ctypedef struct core_t "struct core":
         bint closed
@@ -78,7 +79,7 @@ cdef extern from "worker_client/runtime/core.h" nogil:
     bint core_close(core_t *self) noexcept
     uint64_t core_leader(core_t *self) noexcept
     bint core_take_lead(core_t *self, double until) noexcept
-    void core_leave_lead(core_t *self) noexcept
+    bint core_leave_lead(core_t *self) noexcept
     bint core_start(core_t *self) noexcept
     all_reduce *core_first(core_t *self) noexcept
     void core_drop_first(core_t *self) noexcept
@@ -100,13 +101,15 @@ cdef class Core:
     cdef Loop _loop
     cdef CompiledFlight _flight
     cdef readonly dict open
-    cdef public object failing, failure
+    cdef public object failing
+    cdef object _failure
     cdef object _driver, _trace
     cdef public bint retired
     cdef double _wanted_until, _waited_at
     cdef bint _stands_in
     cdef uint64_t _forks, _main, _own
 
+    cdef list completed(self)
     cpdef submit(self, OperationState operation)
     cpdef wait(self, done, double until)
     cpdef resume(self, bint at_once)

@@ -10,7 +10,14 @@ raise. So there nothing of a step is interpreted: the driver's own thread does w
 
 cimport cython
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
-from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New, PyCapsule_SetName
+from cpython.pycapsule cimport (
+    PyCapsule_GetContext,
+    PyCapsule_GetPointer,
+    PyCapsule_New,
+    PyCapsule_SetContext,
+    PyCapsule_SetName,
+)
+from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -323,6 +330,15 @@ cdef class Core:
         return self.c.closed
 
     @property
+    def failure(self):
+        return self._failure
+
+    @failure.setter
+    def failure(self, error):
+        self._failure = error
+        core_close(&self.c)  # now: nothing more is begun with things half done
+
+    @property
     def due(self):
         return self.c.due
 
@@ -348,7 +364,8 @@ cdef class Core:
         cdef core_submitted how = core_submit(&self.c, operation.c)
         if how == CORE_CLOSED:
             self.open.pop(operation, None)
-            raise LocalProtocolError(SHUT_DOWN)
+            failed = f"the client failed: {self._failure!r}"
+            raise LocalProtocolError(SHUT_DOWN if self._failure is None else failed)
         if how == CORE_ASKED:
             self._stands_in = True
 
@@ -370,7 +387,7 @@ cdef class Core:
                 "waiting here would last for ever: this is a callback of an all-reduce, or a "
                 "signal handler that interrupted a wait for one"
             )
-        if self.failure is not None:
+        if self._failure is not None:
             return
         leads = core_take_lead(&self.c, 0)
         if not leads and (patience_s := self.ask_for_lead(until, now)) > 0:
@@ -384,7 +401,8 @@ cdef class Core:
             finally:
                 core_leave_lead(&self.c)
                 now = monotonic()
-                if self.open:  # also after an interrupt, of which others know nothing
+                # Also after an interrupt, of which others know nothing.
+                if self.open or self._flight.c.active:
                     self.resume(True)
                 elif now - since > _LONGEST_REST_S:  # it may rest for long, as this wait was long
                     self.resume(False)
@@ -395,9 +413,12 @@ cdef class Core:
     def calls(self):
         """Return a capsule of `struct core_calls`, for threads without an interpreter.
 
-        It is valid as long as this object is.
+        It keeps this object: whoever calls holds the capsule.
         """
-        return PyCapsule_New(&self._calls, b"worker_client.core", NULL)
+        capsule = PyCapsule_New(&self._calls, b"worker_client.core", _let_go)
+        PyCapsule_SetContext(capsule, <void *>self)
+        Py_INCREF(self)
+        return capsule
 
     def call(self):
         """Have whoever leads look at what is unusual; any thread, in any signal handler."""
@@ -440,14 +461,14 @@ cdef class Core:
 
     def leave(self):
         """Let others lead."""
-        self._stands_in = self._stands_in and bool(self.open)
+        self._stands_in = self._stands_in and (self.open or self._flight.c.active)
         core_leave_lead(&self.c)
 
     def is_wanted(self, double now):
         """Whether another thread asks to lead, or has left off and may go on."""
         if now < self._wanted_until and self._flight.c.active <= 1:
             return True
-        return self._stands_in and not self.open
+        return self._stands_in and not (self.open or self._flight.c.active)
 
     def rest(self, double first_s):
         """Return when no thread has led for a while, and after `resume`.
@@ -483,7 +504,16 @@ cdef class Core:
         if event == LOOP_FAILED:
             raise OSError(self._loop.c.error, "the sockets cannot be polled")
         message = self._loop.message() if event == LOOP_MESSAGE else None
-        return self._flight.completed(), message, self._loop.c.changes
+        return self.completed(), message, self._loop.c.changes
+
+    cdef list completed(self):
+        """Return what has ended well, once; another thread's is open until it is told so."""
+        cdef OperationState operation
+        completed = self._flight.completed()
+        for operation in completed:
+            if operation.c != &operation.own:
+                self.open[operation] = None
+        return completed
 
     def start(self):
         """Begin what was asked for, as far as it needs no session; return whether that is all."""
@@ -495,7 +525,8 @@ cdef class Core:
         if asked == NULL:
             return None
         operation = self._flight.owner(asked)
-        self.open[operation] = None  # another thread's may be new here
+        self.open[operation] = None  # which keeps another thread's from now on
+        self._flight.let_go(operation)
         return operation
 
     def drop_first(self):
@@ -515,7 +546,7 @@ cdef class Core:
         while (
             self.open
             and not self.c.closed
-            and self.failure is None
+            and self._failure is None
             and not _is_true(done)
             and (now := monotonic()) < until
         ):
@@ -547,7 +578,7 @@ cdef class Core:
             return False
         if main and (core_first(&self.c) != NULL or not self.all_end_well()):
             return False
-        for operation in self._flight.completed():
+        for operation in self.completed():
             self.end(operation)
         if core_first(&self.c) != NULL:
             return False
@@ -583,6 +614,10 @@ cdef class Core:
             raise
 
 
+cdef void _let_go(object capsule) noexcept:
+    Py_DECREF(<object>PyCapsule_GetContext(capsule))
+
+
 cdef bint _ends_well(OperationState operation) except -1:
     """Whether nothing is left to do for an all-reduce whose result is here, but to say so."""
     return not operation.over and operation.write_back is None
@@ -602,7 +637,10 @@ cdef _end_well(OperationState operation):
     if ended is not None:
         ended(None)
     if _is_unheard(operation):
-        operation.c.state = ALL_REDUCE_DONE  # the GIL stands for its lock
+        if operation.c == &operation.own:
+            operation.c.state = ALL_REDUCE_DONE  # the GIL stands for its lock
+        else:
+            operation._ended = True
     else:
         (<object>operation).finish(None)
     operation.over = True

@@ -2,6 +2,8 @@
 
 #include <math.h>
 
+static const double IDLE_S = 0.1; /* who leads looks at the clock this often */
+
 static double seconds(void)
 {
     return (double)now_ns() / 1e9;
@@ -14,7 +16,7 @@ static uint64_t this_thread(void)
 
 bool core_init(struct core *core, struct flight *flight, struct loop *loop)
 {
-    *core = (struct core){.flight = flight, .loop = loop};
+    *core = (struct core){.flight = flight, .loop = loop, .due = INFINITY};
     pthread_condattr_t monotonic;
     if (pthread_condattr_init(&monotonic) != 0)
         return false;
@@ -47,12 +49,14 @@ bool core_take_lead(struct core *core, double until)
     }
     pthread_mutex_lock(&core->gate);
     bool may_wait = until > 0 && core->leader != me;
-    while (core->leader != 0 && may_wait) {
+    core->waiting += may_wait;
+    for (bool waits = may_wait; core->leader != 0 && waits;) {
         if (isfinite(until))
-            may_wait = pthread_cond_timedwait(&core->free, &core->gate, &end) == 0;
+            waits = pthread_cond_timedwait(&core->free, &core->gate, &end) == 0;
         else
             pthread_cond_wait(&core->free, &core->gate);
     }
+    core->waiting -= may_wait;
     bool taken = core->leader == 0;
     if (taken)
         core->leader = me;
@@ -60,12 +64,14 @@ bool core_take_lead(struct core *core, double until)
     return taken;
 }
 
-void core_leave_lead(struct core *core)
+bool core_leave_lead(struct core *core)
 {
     pthread_mutex_lock(&core->gate);
     core->leader = 0;
+    bool asked = core->first != NULL && core->first != core->put_off;
     pthread_cond_signal(&core->free);
     pthread_mutex_unlock(&core->gate);
+    return asked;
 }
 
 /* -- what was asked for ---------------------------------------------------------------------- */
@@ -104,10 +110,27 @@ bool core_start(struct core *core)
     return begun;
 }
 
-enum core_submitted core_submit(struct core *core, struct all_reduce *asked)
+/* Has what is new in a struct that may have been used before say so. False: it asks for nothing that
+ * a reducer knows. */
+static bool prepare(struct all_reduce *asked)
 {
     asked->next = NULL;
     asked->sequence = -1;
+    if (asked->owner != NULL)
+        return true; /* Python has checked it */
+    asked->call = 0; /* others would be taken for Python's */
+    asked->begun = 0;
+    asked->unready = false;
+    atomic_store(&asked->state, ALL_REDUCE_PENDING);
+    return asked->dtype >= 1 && asked->dtype <= DTYPE_LAST && asked->op >= 1 &&
+           asked->op <= OP_LAST && dtype_defines(asked->dtype, asked->op) &&
+           asked->nbytes % dtype_itemsize(asked->dtype) == 0;
+}
+
+enum core_submitted core_submit(struct core *core, struct all_reduce *asked)
+{
+    if (!prepare(asked))
+        return CORE_REFUSED;
     pthread_mutex_lock(&core->gate);
     bool closed = atomic_load(&core->closed), alone = core->first == NULL;
     bool leads = !closed && core->leader == 0;
@@ -125,8 +148,11 @@ enum core_submitted core_submit(struct core *core, struct all_reduce *asked)
             loop_wake(core->loop);
         return CORE_BEGUN;
     }
-    bool begun = core_start(core);
-    core_leave_lead(core);
+    bool begun, more;
+    do {
+        begun = core_start(core);
+        more = core_leave_lead(core); /* who has asked since then has left it to this thread */
+    } while (begun && more && core_take_lead(core, 0));
     if (begun)
         return CORE_BEGUN;
     loop_resume(core->loop, true);
@@ -163,7 +189,8 @@ bool core_run(struct core *core, const struct all_reduce *asked, double until)
         const struct all_reduce *first = core_first(core);
         if (first != NULL && first != core->put_off && !core_start(core))
             return true;
-        double left_s = fmin(until, flight->earliest) - seconds();
+        double wakes_at = fmin(until, fmin(core->due, flight->earliest));
+        double left_s = fmin(wakes_at - seconds(), IDLE_S);
         core->event = loop_run(core->loop, left_s > 0 ? (long)ceil(left_s * 1000) : 0);
         bool interrupted = core->loop->interrupted, ended = flight_end_unowned(flight);
         core->loop->interrupted = false;
@@ -180,10 +207,12 @@ bool core_run(struct core *core, const struct all_reduce *asked, double until)
 
 void core_lead(struct core *core, const struct all_reduce *asked, double until)
 {
-    if (core_test(asked) != ALL_REDUCE_PENDING || !core_take_lead(core, 0))
+    pthread_mutex_lock(&core->gate);
+    bool wanted = core->waiting > 0 || atomic_load(&core->closed); /* by who does what is unusual */
+    pthread_mutex_unlock(&core->gate);
+    if (wanted || core_test(asked) != ALL_REDUCE_PENDING || !core_take_lead(core, 0))
         return;
     bool needed = core_run(core, asked, until);
-    core_leave_lead(core);
-    if (needed)
-        loop_resume(core->loop, true); /* the driver's thread does what Python is needed for */
+    if (core_leave_lead(core) || needed || core->flight->active > 0)
+        loop_resume(core->loop, true); /* the driver's thread does what is left */
 }

@@ -15,6 +15,7 @@ enum core_submitted {
     CORE_BEGUN,  /* it is on its way, or will be as soon as whoever leads gets to it */
     CORE_ASKED,  /* it waits for the session, which the driver's thread asks: it rests no more */
     CORE_CLOSED, /* nothing may be submitted any more; it does not end */
+    CORE_REFUSED, /* no reducer knows its type or reduction; it does not end */
 };
 
 struct core {
@@ -24,6 +25,7 @@ struct core {
     pthread_cond_t free;     /* the lead is */
     atomic_uint_least64_t leader; /* the thread that has the lead; 0: none */
     struct all_reduce *first, *last; /* asked for, and not begun, in the order of calls */
+    unsigned waiting;        /* threads that wait for the lead */
     /* The leader's own. */
     enum loop_event event; /* that the session has not heard of */
     double due; /* when Python is needed if nothing happens before, in seconds */
@@ -45,14 +47,17 @@ struct core_calls {
 bool core_init(struct core *core, struct flight *flight, struct loop *loop);
 void core_free(struct core *core);
 
-/* -- any thread, no interpreter: never waits ------------------------------------------------- */
+/* -- any thread, no interpreter -------------------------------------------------------------- */
 
-/* Begins an all-reduce whose memory, and buffer, stay until it has ended. */
+/* Begins an all-reduce, and perhaps sends it; waits for nobody. Its memory, and its buffer, stay until
+ * it has ended; `data`, `nbytes`, `dtype`, `op` and `timeout_s` are filled, the rest is zero, or what
+ * it was when an earlier one had ended. Fallback and elastic jobs do not know it: there it fails where
+ * a call of Python's goes on. */
 enum core_submitted core_submit(struct core *core, struct all_reduce *asked);
 /* What has become of it; its memory is the caller's again once that is not ALL_REDUCE_PENDING. */
 enum all_reduce_state core_test(const struct all_reduce *asked);
-/* Moves all-reduces on until this one has ended, the clock says `until` (seconds), or Python is
- * needed, unless another thread leads. */
+/* Moves all-reduces on until this one has ended, the clock (CLOCK_MONOTONIC) says `until` (seconds), or
+ * Python is needed, unless another thread leads or waits to. */
 void core_lead(struct core *core, const struct all_reduce *asked, double until);
 /* Has whoever leads return to Python; may be called in a signal handler. */
 void core_call(struct core *core);
@@ -64,7 +69,8 @@ bool core_close(struct core *core);
 uint64_t core_leader(struct core *core);
 /* Takes the lead; false: another thread, or this one, has it, also at `until` (seconds). */
 bool core_take_lead(struct core *core, double until);
-void core_leave_lead(struct core *core);
+/* True: something was asked for meanwhile, which nobody has begun. */
+bool core_leave_lead(struct core *core);
 
 /* -- whoever has the lead -------------------------------------------------------------------- */
 

@@ -190,7 +190,9 @@ class Driver:
         if now - self._listened >= LISTEN_S:
             self._listened = now
             self._transport.listen()
-        core.due = min(session.looks_at, self._listened + LISTEN_S)
+        core.due = self._listened + LISTEN_S
+        if core.open or session.active:
+            core.due = min(core.due, session.looks_at)
         if self._settling and (session.joined or session.refusal is not None):
             self._settling = False
             self.settled.set()
@@ -261,6 +263,7 @@ class Driver:
             finally:
                 try:
                     self._left()
+                    core.news()  # what has completed is open, and hears that it was too late
                     while core.first() is not None:  # what no session has heard of
                         core.drop_first()
                     for operation in [*core.open, *self.session.flight.all()]:
