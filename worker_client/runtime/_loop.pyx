@@ -379,7 +379,7 @@ cdef class Core:
         cdef uint64_t me = get_ident()
         cdef double since, now = monotonic()
         cdef double patience_s
-        cdef bint leads
+        cdef bint leads, asked
         if service_thread.forks != self._forks or self.retired:
             return
         if core_leader(&self.c) == me:
@@ -399,10 +399,10 @@ cdef class Core:
             try:
                 self.move_on(done, until, me == self._main)
             finally:
-                core_leave_lead(&self.c)
+                asked = core_leave_lead(&self.c)
                 now = monotonic()
                 # Also after an interrupt, of which others know nothing.
-                if self.open or self._flight.c.active:
+                if asked or self.open or self._flight.c.active:
                     self.resume(True)
                 elif now - since > _LONGEST_REST_S:  # it may rest for long, as this wait was long
                     self.resume(False)
@@ -462,7 +462,8 @@ cdef class Core:
     def leave(self):
         """Let others lead."""
         self._stands_in = self._stands_in and (self.open or self._flight.c.active)
-        core_leave_lead(&self.c)
+        if core_leave_lead(&self.c):
+            loop_resume(&self._loop.c, True)  # what was asked for in this instant is begun
 
     def is_wanted(self, double now):
         """Whether another thread asks to lead, or has left off and may go on."""
