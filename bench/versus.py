@@ -22,6 +22,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     checkouts: Annotated[list[str], typer.Argument(help="NAME=DIR each, the first to compare to.")],
     workers: options.Workers = 4,
     reducers: options.Reducers = 4,
+    embedded: options.Embedded = False,
     mbit: options.Mbit = 1000.0,
     unshaped: options.Unshaped = False,
     sizes: options.Sizes = "4KiB,1MiB,64MiB",
@@ -29,7 +30,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     rounds: Annotated[int, typer.Option(min=3, help="How often each has its turn.")] = 40,
 ) -> None:
     """Compare all-reduces of checkouts in one run, alternating, and print ratios of times."""
-    contenders = [checkout(text, reducers) for text in checkouts]
+    contenders = [checkout(text, 0 if embedded else reducers) for text in checkouts]
     options.begin("bench.versus")
     rate, each = None if unshaped else mbit, options.iterations(iterations)
     with options.command("bench.versus"), options.contest(workers, contenders, rate) as contest:
@@ -49,7 +50,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
 
 
 def checkout(text: str, reducers: int) -> Contender:
-    """Return what ``NAME=DIR`` says.
+    """Return what ``NAME=DIR`` says, with so many reducers, or 0: its ranks host them.
 
     Raises:
         typer.BadParameter: it says something else, or there is no checkout.
@@ -58,7 +59,7 @@ def checkout(text: str, reducers: int) -> Contender:
     root = Path(path).resolve()
     if not (label and path and (root / "worker_client").is_dir()):
         raise typer.BadParameter(f"write NAME=DIR with a checkout's directory, not {text!r}")
-    return Contender("pool", reducers, label=label, root=root)
+    return Contender("pool" if reducers else "embedded", reducers, label=label, root=root)
 
 
 def ratio(first: list[float], other: list[float]) -> tuple[float, float, float]:
