@@ -67,6 +67,9 @@ REDUCER_SETTINGS = (
     "config",
 )
 
+# Read by the plug-in for NCCL alone, in programs that have no Python.
+PLUGIN_SETTINGS = ("libpython",)
+
 # What the job of the calls that have names is called, after the job.
 NAMED = "/named"
 
@@ -334,7 +337,7 @@ def load(**arguments: Any) -> WorkerConfig:
     Raises:
         ConfigError: a value is wrong or a ``REDUCTION_`` variable unknown; the message names it.
     """
-    known = (*WorkerConfig.model_fields, *REDUCER_SETTINGS)
+    known = (*WorkerConfig.model_fields, *REDUCER_SETTINGS, *PLUGIN_SETTINGS)
     if unknown := units.unknown_setting(os.environ, known):
         raise ConfigError(unknown)
     given = {name: value for name, value in arguments.items() if value is not None}
