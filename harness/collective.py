@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,6 @@ _DRAWN = {
     8: (np.uint64, 0x800FFFFFFFFFFFFF, 0x3FF0000000000000),
     9: (np.uint16, 0x807F, 0x3F80),
 }
-EMBEDDED_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,15 @@ class Node:
     Attributes:
         outcomes: of its lives.
         left: open files and resident pages after each life.
-        refused: NCCL's number for how it could not connect; 0.
+        refused: NCCL's number for how it could not connect; 0 if it could.
+        ended_at: when it told of its latest outcome, by the monotonic clock.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self.outcomes: list[Outcome] = []
         self.left: list[tuple[int, int]] = []
         self.refused = 0
+        self.ended_at = 0.0
         self.handles: list[str] = []
         self.process = subprocess.Popen(
             command,
@@ -172,6 +174,7 @@ class Node:
         if words[0] == "done":
             counts, times = map(int, words[1:5]), map(float, words[5:])
             self.outcomes.append(Outcome(*counts, *times))
+            self.ended_at = time.monotonic()
         elif words[0] == "closed":
             self.left.append((int(words[1]), int(words[2])))
         elif words[0] == "refused":
@@ -193,6 +196,7 @@ class Nodes:
         settings: Mapping[str, str],
         *,
         in_python: bool = False,
+        plans: Mapping[int, Calls] | None = None,
         per_rank: Callable[[int], Mapping[str, str]] = lambda _: {},
     ) -> None:
         self._heard: queue.Queue[tuple[int, list[str]]] = queue.Queue()
@@ -201,8 +205,9 @@ class Nodes:
         program = [sys.executable, "-m", "harness.foreign", str(built.library)]
         start = program if in_python else [str(built.program)]
         for rank in range(ranks):
-            told = (plan.communicators, plan.lives, plan.calls, plan.ahead, plan.most_bytes)
-            told += (int(plan.fixed), plan.dtype, plan.seed)
+            its = (plans or {}).get(rank, plan)
+            told = (its.communicators, its.lives, its.calls, its.ahead, its.most_bytes)
+            told += (int(its.fixed), its.dtype, its.seed)
             command = [*start, str(built.plugin), str(folder), str(rank), str(ranks)]
             environment = {**environments(), **settings, **per_rank(rank)}
             self.nodes.append(Node([*command, *map(str, told)], environment))

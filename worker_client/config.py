@@ -67,9 +67,6 @@ REDUCER_SETTINGS = (
     "config",
 )
 
-# Read by the plug-in for NCCL alone, in programs that have no Python.
-PLUGIN_SETTINGS = ("libpython",)
-
 # What the job of the calls that have names is called, after the job.
 NAMED = "/named"
 
@@ -229,6 +226,10 @@ class WorkerConfig(BaseSettings):
     """Directory for the latest 1,000 calls of each rank, which are written there when one fails
     because of another rank or a reducer, and at the end (docs/observing.md#when-a-call-fails)."""
 
+    libpython: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
+    """Python's shared library, which NCCL's plug-in loads in a program that has no Python, as
+    ``worker-client nccl`` says; by default the newest that the system has."""
+
     @field_validator("servers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
@@ -337,7 +338,7 @@ def load(**arguments: Any) -> WorkerConfig:
     Raises:
         ConfigError: a value is wrong or a ``REDUCTION_`` variable unknown; the message names it.
     """
-    known = (*WorkerConfig.model_fields, *REDUCER_SETTINGS, *PLUGIN_SETTINGS)
+    known = (*WorkerConfig.model_fields, *REDUCER_SETTINGS)
     if unknown := units.unknown_setting(os.environ, known):
         raise ConfigError(unknown)
     given = {name: value for name, value in arguments.items() if value is not None}
