@@ -141,8 +141,10 @@ class Server:
         reads = self._reader is None or self._reader.is_alive()
         return reads and all(lane.is_alive() for lane in self._lanes)
 
-    def start(self) -> None:
-        """Begin to serve."""
+    def start(self, secret: bytes = b"") -> None:
+        """Begin to serve; `secret` is what workers must prove that they know, if it is new."""
+        for lane in self._lanes if secret else ():
+            lane.engine.demand(secret)
         if self._reader is not None:
             self._reader.start()
         for lane in self._lanes:

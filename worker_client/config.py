@@ -226,6 +226,10 @@ class WorkerConfig(BaseSettings):
     """Directory for the latest 1,000 calls of each rank, which are written there when one fails
     because of another rank or a reducer, and at the end (docs/observing.md#when-a-call-fails)."""
 
+    libpython: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
+    """Python's shared library, which NCCL's plug-in loads in a program that has no Python, as
+    ``worker-client nccl`` says; by default the newest that the system has."""
+
     @field_validator("servers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:

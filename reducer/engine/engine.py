@@ -118,6 +118,10 @@ class Engine:
             MessageType.GOODBYE: self._goodbye,
         }
 
+    def demand(self, secret: bytes) -> None:
+        """Have workers prove from now on that they know a secret."""
+        self._admission.secret = secret
+
     @property
     def kernels(self) -> Kernels:
         """What sums."""

@@ -104,7 +104,7 @@ def _join(settings: WorkerConfig) -> Client:
     _check_join(settings)
     keys = load_keys(settings.keys)
     name = job_name(settings, None, keys, alone=False)
-    known = _spec(settings, name, (0, 1), generation=settings.generation, run="")
+    known = job_spec(settings, name, (0, 1), generation=settings.generation, run="")
     enter = compose.flat(settings, keys)
     until = time.monotonic() + settings.timeout
     error: ReductionError | None = None
@@ -322,7 +322,7 @@ def enlist(
     """
     groups = _process_groups(settings, group)
     keys = load_keys(settings.keys)
-    hosts_reducer = _hosts_reducer(settings, who[1])
+    hosts_reducer = hosts_reducer(settings, who[1])
     if group is not None:
         _agree_on_topology(group, Topology(hosts_reducer, settings.servers))
     if settings.encrypt and settings.servers and settings.keys is None:
@@ -346,7 +346,7 @@ def enlist(
             )
         client = compose.client(
             settings,
-            _spec(settings, name, who, generation=generation, run=run, hosted=hosted),
+            job_spec(settings, name, who, generation=generation, run=run, hosted=hosted),
             keys=keys,
             server=server,
             node=node,
@@ -376,7 +376,7 @@ def _reference(settings: WorkerConfig, group: Rendezvous | None, who: tuple[int,
     return cast("Client", ReferenceClient(settings, job, *who))  # so much of one as it has
 
 
-def _spec(
+def job_spec(
     settings: WorkerConfig,
     job: str,
     who: tuple[int, int],
@@ -497,7 +497,7 @@ def _meeting_place(settings: WorkerConfig, launched: Resolved) -> str:
     return f"{fingerprint(place):016x}"
 
 
-def _hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
+def hosts_reducer(settings: WorkerConfig, world_size: int) -> bool:
     """Whether this rank hosts a reducer: with as many others as ranks, it would have no share."""
     if settings.embedded is False and not settings.servers:
         raise ConfigError(

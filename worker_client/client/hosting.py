@@ -105,6 +105,35 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
     return Hosted(started[0], tuple(first for first, _, _ in offers), curves, secret)
 
 
+def reserve(interface: str, way: str) -> Server:
+    """Take an address for this rank's reducer, which serves once it is started.
+
+    Whoever connects before that waits.
+
+    Args:
+        interface: as of `choose`; "" for REDUCTION_BIND's address, if it has one.
+        way: this machine's address on the way to the other ranks, if both say nothing.
+
+    Raises:
+        ConfigError: a setting of the reducer is wrong or its port is taken, or there is no such
+            interface.
+    """
+    from reducer import config as reducer_config  # noqa: PLC0415 (as above)
+    from reducer.server import Server  # noqa: PLC0415 (as above)
+
+    settings = reducer_config.load(insecure=True)
+    bind = f"tcp://{host_port(_wanted(interface, settings) or way, _given_bind(settings)[1])}"
+    server = Server(settings.model_copy(update={"bind": bind}))
+    close_in_child(server, _descriptors)
+    return server
+
+
+def _wanted(interface: str, settings: ReducerConfig) -> str:
+    """Return the address at which this rank's reducer is told to listen; "" if it is told none."""
+    host = choose(interface, addresses()) if interface else _given_bind(settings)[0]
+    return "" if host in _ANYWHERE else host
+
+
 def _descriptors(server: Server) -> Iterator[int]:
     """Yield those of what a reducer's threads listen at, and of what they have accepted there."""
     ports = {address(lane)[1] for lane in server.lanes}
@@ -134,9 +163,7 @@ def _settings(group: Rendezvous, interface: str) -> ReducerConfig:
 
     def first() -> str:
         loaded.append(reducer_config.load(insecure=True))  # it takes no strangers, without keys
-        host = choose(interface, addresses()) if interface else _given_bind(loaded[0])[0]
-        given = "" if host in _ANYWHERE else host
-        return given or (_on_the_way(group) if several_hosts else LOOPBACK)
+        return _wanted(interface, loaded[0]) or (_on_the_way(group) if several_hosts else LOOPBACK)
 
     found = group.gather_made("way", first)
     own = found[group.rank]

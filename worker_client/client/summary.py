@@ -51,12 +51,12 @@ class Summary:
     def __str__(self) -> str:
         """Say all of it."""
         said = [
-            f"{_count(self.calls, 'all-reduce')}, {_size(self.bytes_reduced)}",
+            f"{count(self.calls, 'all-reduce')}, {size(self.bytes_reduced)}",
             f"waited {self.waited_s:.1f} s",
-            _lost(self.losses),
+            lost(self.losses),
         ]
         if self.fallbacks:
-            said.append(f"{_count(self.fallbacks, 'all-reduce')} by the process group")
+            said.append(f"{count(self.fallbacks, 'all-reduce')} by the process group")
         if lost := sorted({*range(self.world_size)} - {*self.present}):
             said.append(f"went on without rank {', '.join(map(str, lost))}")
         if self.straggler is not None and self.rank == self.present[0]:  # once a job
@@ -66,17 +66,17 @@ class Summary:
         return ", ".join(said)
 
 
-def _lost(times: int) -> str:
+def lost(times: int) -> str:
     """Say how often a reducer was lost, which may have been the same one."""
     return f"reducers lost {times} times" if times > 1 else f"{times or 'no'} reducer lost"
 
 
-def _count(number: int, noun: str) -> str:
+def count(number: int, noun: str) -> str:
     """Return a number of things, in words."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
@@ -86,12 +86,12 @@ def _size(count: float) -> str:
 
 def begins(summary: Summary, spec: JobSpec, impl: str) -> None:
     """Say who takes part in what, with which implementation."""
-    _say(f"{_who(summary, spec)}: {_reducers(spec)}, {impl} implementation")
+    say(f"{_who(summary, spec)}: {reducers(spec)}, {impl} implementation")
 
 
 def ends(summary: Summary, spec: JobSpec) -> None:
     """Say what a client has gone through."""
-    _say(f"{_who(summary, spec)}, ends: {summary}")
+    say(f"{_who(summary, spec)}, ends: {summary}")
 
 
 def _who(summary: Summary, spec: JobSpec) -> str:
@@ -99,18 +99,18 @@ def _who(summary: Summary, spec: JobSpec) -> str:
     return f"rank {summary.rank} of {summary.world_size}, job {spec.job}{generation}"
 
 
-def _reducers(spec: JobSpec) -> str:
+def reducers(spec: JobSpec) -> str:
     pool = [address for at, address in enumerate(spec.reducers) if at not in spec.hosts]
     said = []
     if pool:
         listed = f" ({', '.join(pool)})" if len(pool) <= _NAMED else ""
-        said.append(f"{_count(len(pool), 'reducer')}{listed}")
+        said.append(f"{count(len(pool), 'reducer')}{listed}")
     if spec.hosts:
         said.append("a reducer in every rank")
     return " and ".join(said)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     if program_shows(log):
         log.info("%s", line)
     elif not (_OURS.level > logging.INFO or log.manager.disable >= logging.INFO or log.disabled):

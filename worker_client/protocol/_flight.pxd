@@ -34,6 +34,8 @@ cdef extern from "worker_client/protocol/all_reduce.h" nogil:
         uint8_t dtype, op
         bint unready
         void *owner
+        char *why
+        uint64_t why_bytes
         int state  # atomic
         int64_t sequence
         uint64_t since, history

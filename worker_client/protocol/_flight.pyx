@@ -6,7 +6,7 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memcpy, memset, strncpy
 
 from reducer.zmtp.net cimport block_drop, block_take
 
@@ -144,6 +144,9 @@ cdef class OperationState(Call):
         self.c = &self.own
         self.own.state = state
         if foreign != &self.own:
+            if state == ALL_REDUCE_FAILED and foreign.why_bytes:
+                words = f"{type(self.error).__name__}: {self.error}".encode()
+                strncpy(foreign.why, PyBytes_AsString(words), foreign.why_bytes - 1)
             foreign.owner = NULL
             foreign.state = state  # last: who hears of it may free the struct
 

@@ -19,6 +19,8 @@ struct all_reduce {
     uint8_t dtype, op;
     bool unready; /* the session is to begin it: it has a name, is yet to be filled, or is refused */
     void *owner;  /* the Python object that is told of its end; NULL: none is */
+    char *why;    /* where the words of its failure go; NULL: nowhere */
+    uint64_t why_bytes; /* room for these, and for a 0 */
     /* What becomes of it. */
     atomic_int state; /* of enum all_reduce_state */
     int64_t sequence; /* its number; -1: it has none yet */

@@ -1,0 +1,1 @@
+"""NCCL's plug-in, through which unchanged programs for GPUs use reducers."""
