@@ -83,6 +83,12 @@ SOURCES = {
         for name in ("dispatch", "generic", "avx2", "avx512", "neon")
     ],
 }
+# What NCCL loads: no module of Python's, though one extension to setuptools.
+PLUGIN = "worker_client.nccl.libnccl-net-reduction"
+PLUGIN_SOURCES = [
+    f"worker_client/nccl/{name}.c"
+    for name in ("plugin", "interfaces", "point_to_point", "collective", "interpreter")
+]
 # What a checkout has for its tests and its fuzzer, and no wheel: extensions, and failpoints in the
 # loops (torture/failpoints).
 TESTS = {"tests.zmtp._zmtp": ZMTP, "tests.zmtp._connection": [*ZMTP, "reducer/zmtp/channel.c"]}
@@ -139,6 +145,13 @@ extensions = cythonize(
             extra_compile_args=FLAGS,
             extra_link_args=LINK_FLAGS,
         ),
+        Extension(
+            PLUGIN,
+            sources=PLUGIN_SOURCES,
+            depends=HEADERS,
+            include_dirs=["."],
+            extra_link_args=LINK_FLAGS,
+        ),
     ],
     nthreads=jobs(),
     shared_utility_qualified_name=SHARED,
@@ -170,11 +183,19 @@ class BuildApart(build_ext):
             self.build_lib = "build/in-place"  # no wheel is made of what is there
         super().finalize_options()
 
+    def get_ext_filename(self, fullname):
+        """Return where an extension goes; the plug-in is no module, and has no tag of a Python."""
+        if PLUGIN.endswith(fullname):
+            return f"{fullname.replace('.', '/')}.so"
+        return super().get_ext_filename(fullname)
+
     def run(self):
         """Build all extensions; those that seal frames, or make keys, with libsodium."""
         cflags, libs = libsodium("--cflags"), libsodium("--libs")
         for extension in self.extensions:
             extension.extra_compile_args = FLAGS + cflags
+            if extension.name == PLUGIN:  # NCCL shall see its tables alone
+                extension.extra_compile_args += ["-fvisibility=hidden"]
             if SODIUM & {extension.name, *extension.sources}:
                 extension.extra_link_args = LINK_FLAGS + libs
         super().run()

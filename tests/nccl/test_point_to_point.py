@@ -1,0 +1,271 @@
+"""Messages between ranks by the plug-in's tables, called as NCCL's proxy thread calls them."""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import time
+from ctypes import byref
+from ctypes import c_void_p as pointer
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.nccl import tables
+from tests.nccl.tables import VERSIONS, Net, PluginError
+from tests.waits import eventually, within_s
+
+KIB, MIB = 1 << 10, 1 << 20
+EDGES = [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 16 * KIB * 4 + 3, MIB, 4 * MIB + 5]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _loopback():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDUCTION_INTERFACE", "lo")
+        yield
+
+
+def meet(net):
+    """Return a sender and its receiver."""
+    handle, listener = net.listen()
+    sender = receiver = None
+    deadline = time.monotonic() + 10
+    while not (sender and receiver):
+        assert time.monotonic() < deadline
+        sender = sender or net.connect(handle)
+        receiver = receiver or net.accept(listener)
+    net.check(net.table.close_listener(listener))
+    return sender, receiver
+
+
+def part(net, sender, receiver):
+    net.check(net.table.close_sender(sender))
+    net.check(net.table.close_receiver(receiver))
+
+
+@pytest.fixture(params=VERSIONS)
+def net(request):
+    return Net(request.param)
+
+
+@pytest.fixture
+def pair(net):
+    sender, receiver = meet(net)
+    yield net, sender, receiver
+    part(net, sender, receiver)
+
+
+@pytest.fixture
+def newest():
+    net = Net(VERSIONS[-1])
+    sender, receiver = meet(net)
+    yield net, sender, receiver
+    part(net, sender, receiver)
+
+
+def exchange(net, sender, receiver, sizes, *, ahead=8, seed=0):
+    """Send messages of these sizes, `ahead` at once, tested in any order; look at every byte."""
+    dice = random.Random(seed)
+    sources = [
+        np.random.default_rng([seed, at]).integers(0, 256, n, np.uint8)
+        for at, n in enumerate(sizes)
+    ]
+    targets = [np.full(len(one) + dice.choice([0, 0, 7]), 0xA5, np.uint8) for one in sources]
+    posted, pending, ended = {"send": 0, "receive": 0}, {}, 0
+    deadline = time.monotonic() + 120
+    while ended < 2 * len(sizes):
+        assert time.monotonic() < deadline
+        way = dice.choice(["send", "receive"])
+        at = posted[way]
+        if at < len(sizes) and sum(key[0] == way for key in pending) < ahead:
+            begun = (
+                net.send(sender, sources[at], tag=at)
+                if way == "send"
+                else net.receive(receiver, targets[at], tag=at)
+            )
+            if begun is not None:
+                pending[way, at] = begun
+                posted[way] += 1
+        for key in dice.sample(sorted(pending), len(pending)):
+            moved = net.test(pending[key])
+            if moved is not None:
+                assert moved == sizes[key[1]]
+                del pending[key]
+                ended += 1
+    for source, target in zip(sources, targets, strict=True):
+        assert (target[: len(source)] == source).all()
+        assert (target[len(source) :] == 0xA5).all()
+
+
+def test_messages_arrive_whole_and_in_order(pair):
+    exchange(*pair, sizes=[*EDGES, *EDGES[::-1], *[3] * 40])
+
+
+@pytest.mark.extended
+def test_ten_thousand_messages_arrive(newest):
+    dice = random.Random(1)
+    for batch in range(100):
+        sizes = [int(2 ** dice.uniform(0, 20)) - 1 for _ in range(100)]
+        exchange(*newest, sizes=sizes, ahead=32, seed=batch)
+    exchange(*newest, sizes=[256 * MIB, 0, 256 * MIB - 1], ahead=3)
+
+
+def test_no_more_than_nccl_asks_for_are_in_flight(newest):
+    net, sender, receiver = newest
+    one = np.zeros(1, np.uint8)
+    begun = [net.receive(receiver, one) for _ in range(33)]
+    assert None not in begun[:32]
+    assert begun[32] is None
+    for _ in range(32):
+        net.send(sender, one)
+    ended(net, begun[0])
+    assert net.receive(receiver, one) is not None
+
+
+@pytest.mark.parametrize(("room", "tag", "why"), [(9, 5, "longer"), (10, 6, "tag")])
+def test_a_message_that_is_not_the_one_awaited_is_an_error(newest, room, tag, why):
+    net, sender, receiver = newest
+    message, target = np.zeros(10, np.uint8), np.zeros(room, np.uint8)
+    assert net.send(sender, message, tag=5)
+    awaited = net.receive(receiver, target, tag=tag)
+    with pytest.raises(PluginError) as raised:
+        ended(net, awaited)
+    assert raised.value.args[0] == tables.REMOTE_ERROR
+    assert why in net.said[-1]
+
+
+def sit(handle, nbytes, there):
+    """Be the other rank: connect, send such messages, if of any bytes, until killed."""
+    net = Net(VERSIONS[-1])
+    handle = ctypes.create_string_buffer(handle, len(handle))
+    while (sender := net.connect(handle)) is None:
+        pass
+    message = np.zeros(nbytes, np.uint8)
+    request = net.send(sender, message) if nbytes else None
+    there.send(None)
+    while True:
+        time.sleep(0.01)
+        if request and net.test(request) is not None:
+            request = net.send(sender, message)
+
+
+@pytest.mark.parametrize("ours", ["waits for a message", "is in the middle of one"])
+def test_a_sender_that_is_killed_is_noticed(ours):
+    net = Net(VERSIONS[-1])
+    handle, listener = net.listen()
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    nbytes = 0 if ours == "waits for a message" else 64 * MIB
+    other = context.Process(target=sit, args=(handle.raw, nbytes, there))
+    other.start()
+    target = np.zeros(max(nbytes, 1), np.uint8)
+    try:
+        while (receiver := net.accept(listener)) is None:
+            time.sleep(0.001)
+        request = net.receive(receiver, target)
+        here.recv()
+        os.kill(other.pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(PluginError) as raised:
+            ended(net, request)
+        within_s(2.0, start)
+        assert raised.value.args[0] == tables.REMOTE_ERROR
+        assert net.said
+    finally:
+        other.kill()
+        other.join()
+        net.table.close_receiver(receiver)
+        net.table.close_listener(listener)
+
+
+def ended(net, request):
+    while (moved := net.test(request)) is None:
+        pass
+    return moved
+
+
+def test_a_receiver_that_has_closed_is_noticed(net):
+    sender, receiver = meet(net)
+    net.table.close_receiver(receiver)
+    message = np.zeros(32 * MIB, np.uint8)  # more than buffers in between have room for
+    request = net.send(sender, message)
+    start = time.monotonic()
+    with pytest.raises(PluginError) as raised:
+        ended(net, request)
+    within_s(2.0, start)
+    assert raised.value.args[0] == tables.REMOTE_ERROR
+    net.table.close_sender(sender)
+
+
+def test_strangers_at_a_listener_keep_nobody_out(net):
+    handle, listener = net.listen()
+    *_, one = (c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN)
+    strangers = []
+    for at in range(100):
+        strangers.append(socket.create_connection(one.laddr))
+        strangers[-1].send(os.urandom(at % 50))
+        assert net.accept(listener) is None
+    sender = receiver = None
+    while not (sender and receiver):
+        sender = sender or net.connect(handle)
+        receiver = receiver or net.accept(listener)
+    exchange(net, sender, receiver, sizes=[100, MIB])
+    part(net, sender, receiver)
+    net.table.close_listener(listener)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_handle_of_another_plug_in_is_refused(net):
+    with pytest.raises(PluginError) as raised:
+        net.connect(ctypes.create_string_buffer(b"\x07" * 128, 128))
+    assert raised.value.args[0] == tables.INVALID_ARGUMENT
+
+
+def test_nobody_listens_is_an_error(net):
+    handle, listener = net.listen()
+    net.table.close_listener(listener)
+    with pytest.raises(PluginError) as raised:
+        eventually(lambda: net.connect(handle), 5.0)
+    assert raised.value.args[0] == tables.REMOTE_ERROR
+    assert "refused" in net.said[-1]
+
+
+def test_devices_are_described(net):
+    assert net.table.name == b"reduction"
+    assert net.devices() == 1
+    said = net.properties(0)
+    assert (said.name, said.pointers, said.max_receives) == (b"lo", tables.HOST, 1)
+    assert said.speed > 0
+    with pytest.raises(PluginError):
+        net.properties(1)
+    if net.version > 8:
+        assert (said.merged.count, said.merged.devices[0]) == (1, 0)
+        assert min(said.max_message, said.max_collective) >= 512 * MIB
+
+
+def test_memory_of_a_device_is_refused(net):
+    memory = pointer()
+    assert net.table.register_memory(None, None, 0, tables.HOST, byref(memory)) == tables.SUCCESS
+    assert net.table.register_memory(None, None, 0, tables.CUDA, byref(memory)) != tables.SUCCESS
+
+
+def test_setting_up_and_closing_leaves_nothing(net):
+    def descriptors():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    one = np.zeros(1, np.uint8)
+    part(net, *meet(net))
+    gc.collect()
+    before = descriptors()
+    for _ in range(20):
+        sender, receiver = meet(net)
+        net.receive(receiver, one)  # which nobody waits for
+        part(net, sender, receiver)
+    assert descriptors() == before
