@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reducer.server import Server
-    from worker_client.client.hosting import Hosted
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.config import WorkerConfig
     from worker_client.runtime.credentials import Keys
@@ -216,14 +215,19 @@ def listen(way: str) -> CollectiveListener:
     """Begin a communicator; see `CollectiveListener`."""
     try:
         settings = config.load()
-        _check(settings)
+        check_settings(settings)
         return CollectiveListener(settings, way)
     except ReductionError as error:
         log.warning("NCCL's all-reduces do not go through reducers: %s", error)
         raise
 
 
-def _check(settings: WorkerConfig) -> None:
+def check_settings(settings: WorkerConfig) -> None:
+    """Refuse settings that NCCL's all-reduces know nothing of.
+
+    Raises:
+        ConfigError: there is one; the message names it.
+    """
     for name, value in _OF_PYTHON.items():
         if (given := getattr(settings, name)) != value:
             raise ConfigError(
@@ -266,5 +270,5 @@ def _job_name(settings: WorkerConfig, keys: Keys, run: str) -> str:
     base = settings.job or keys.job
     name = f"{base}/nccl-{run}" if base else f"nccl-{run}"
     if (over := len(name.encode()) - MAX_JOB_NAME_BYTES) > 0:
-        raise ConfigError(f"REDUCTION_JOB: NCCL's jobs are called {name!r}: write {over} bytes less")
+        raise ConfigError(f"REDUCTION_JOB: a job of NCCL's is called {name!r}: {over} bytes less")
     return name
