@@ -32,7 +32,7 @@ _ALGO_BY_FUNCTION = (2, 24)  # the first NCCL whose NCCL_ALGO may name a functio
 _GPUS, _SWITCHES = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia-nvswitch/devices")
 
 
-class Finding(NamedTuple):
+class Condition(NamedTuple):
     """One thing that matters to NCCL's use of reducers.
 
     Attributes:
@@ -88,61 +88,63 @@ def exports(version: tuple[int, int] | None) -> dict[str, str]:
     return variables
 
 
-def findings(settings: WorkerConfig) -> Iterator[Finding]:
+def findings(settings: WorkerConfig) -> Iterator[Condition]:
     """Say what was found, one after another."""
     yield _plugin(nccl_version())
     try:
         check_settings(settings)
         where = f"a pool of {len(settings.servers)}" if settings.servers else "one in every rank"
-        yield Finding(f"reducers: {where}.")
+        yield Condition(f"reducers: {where}.")
     except ConfigError as error:
-        yield Finding(f"settings: {error}.", prevents=True)
+        yield Condition(f"settings: {error}.", prevents=True)
     gpus = _count(_GPUS)
     too_many = f" NCCL's collective network takes {MOST_GPUS} a node at most." * (gpus > MOST_GPUS)
     text = f"GPUs of this machine, as the driver says: {gpus}.{too_many}"
-    yield Finding(text, prevents=not 0 < gpus <= MOST_GPUS)
+    yield Condition(text, prevents=not 0 < gpus <= MOST_GPUS)
     yield _nodes()
     yield _interface(settings)
 
 
-def _plugin(version: tuple[int, int] | None) -> Finding:
+def _plugin(version: tuple[int, int] | None) -> Condition:
     """Say which of the plug-in's tables NCCL will take."""
     if not LIBRARY.is_file():
-        return Finding(f"the plug-in was not built: there is no {LIBRARY}.", prevents=True)
+        return Condition(f"the plug-in was not built: there is no {LIBRARY}.", prevents=True)
     if version is None:
         text = f"there is no NCCL: neither torch's ({_SO} of nvidia-nccl) nor the system's."
-        return Finding(text, prevents=True)
+        return Condition(text, prevents=True)
     library = ctypes.CDLL(str(LIBRARY))
     spoken = f"NCCL {version[0]}.{version[1]}"
     for table, first in _TABLES.items():
         if version >= first and hasattr(library, f"ncclCollNetPlugin_v{table}"):
-            return Finding(f"{spoken} takes version {table} of the plug-in's tables.")
-    return Finding(f"{spoken} is too old: the plug-in needs NCCL 2.20 or later.", prevents=True)
+            return Condition(f"{spoken} takes version {table} of the plug-in's tables.")
+    return Condition(f"{spoken} is too old: the plug-in needs NCCL 2.20 or later.", prevents=True)
 
 
-def _nodes() -> Finding:
+def _nodes() -> Condition:
     told = config.launch()
     if not told.world_size or not told.local_world_size:
         text = "nodes: the launcher does not say how many. NCCL uses reducers from two on."
-        return Finding(text)
+        return Condition(text)
     nodes = told.world_size // told.local_world_size
     text = f"nodes, as the launcher says: {nodes}."
     if nodes < 2:
-        return Finding(f"{text} NCCL uses reducers from two on.", prevents=True)
-    return Finding(text)
+        return Condition(f"{text} NCCL uses reducers from two on.", prevents=True)
+    return Condition(text)
 
 
-def _interface(settings: WorkerConfig) -> Finding:
+def _interface(settings: WorkerConfig) -> Condition:
     here = addresses()
     theirs = config.environment().get("NCCL_SOCKET_IFNAME", "")
     if settings.interface:
         try:
-            return Finding(f"interface: {choose(settings.interface, here)} (REDUCTION_INTERFACE).")
+            return Condition(
+                f"interface: {choose(settings.interface, here)} (REDUCTION_INTERFACE)."
+            )
         except ConfigError as error:
-            return Finding(f"{error}.", prevents=True)
+            return Condition(f"{error}.", prevents=True)
     if theirs:
-        return Finding(f"interface: of NCCL_SOCKET_IFNAME={theirs}; there are {described(here)}.")
-    return Finding(f"interface: NCCL's choice; there are {described(here)}.")
+        return Condition(f"interface: of NCCL_SOCKET_IFNAME={theirs}; there are {described(here)}.")
+    return Condition(f"interface: NCCL's choice; there are {described(here)}.")
 
 
 def nccl_version() -> tuple[int, int] | None:

@@ -47,7 +47,7 @@ _OF_PYTHON = {
 log = logging.getLogger(__name__)
 
 
-class Handle(NamedTuple):
+class CollectiveHandle(NamedTuple):
     """What a rank tells the others; 128 bytes of it travel.
 
     Attributes:
@@ -67,7 +67,7 @@ class Handle(NamedTuple):
         return _HANDLE.pack(MAGIC, self.nonce, self.pool, self.host, self.address.encode())
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Handle:
+    def unpack(cls, packed: bytes) -> CollectiveHandle:
         """Read one.
 
         Raises:
@@ -115,7 +115,7 @@ class CollectiveListener:
             self._server = hosting.reserve(settings.interface, way)
         address = "" if self._server is None else self._server.address
         host = fingerprint(host_identity())
-        own = Handle(secrets.token_bytes(16), bool(settings.servers), host, address)
+        own = CollectiveHandle(secrets.token_bytes(16), bool(settings.servers), host, address)
         self.handle = own.pack()
 
     def connect(self, handles: bytes, rank: int, totals: memoryview) -> CollectiveClient:
@@ -139,7 +139,7 @@ class CollectiveListener:
 
     def _join(self, handles: bytes, rank: int, totals: memoryview) -> CollectiveClient:
         packed = [handles[at : at + _HANDLE.size] for at in range(0, len(handles), _HANDLE.size)]
-        ranks = [Handle.unpack(one) for one in packed]
+        ranks = [CollectiveHandle.unpack(one) for one in packed]
         _agree(ranks, rank)
         secret = hashlib.sha256(handles).digest()
         settings, server, hosted = self._settings, self._server, None
@@ -236,7 +236,7 @@ def check_settings(settings: WorkerConfig) -> None:
             )
 
 
-def _agree(ranks: Sequence[Handle], rank: int) -> None:
+def _agree(ranks: Sequence[CollectiveHandle], rank: int) -> None:
     """Find out whether ranks would wait for each other at different places.
 
     Raises:
