@@ -32,7 +32,7 @@ _ALGO_BY_FUNCTION = (2, 24)  # the first NCCL whose NCCL_ALGO may name a functio
 _GPUS, _SWITCHES = Path("/proc/driver/nvidia/gpus"), Path("/proc/driver/nvidia-nvswitch/devices")
 
 
-class Condition(NamedTuple):
+class NcclCondition(NamedTuple):
     """One thing that matters to NCCL's use of reducers.
 
     Attributes:
@@ -88,63 +88,67 @@ def exports(version: tuple[int, int] | None) -> dict[str, str]:
     return variables
 
 
-def findings(settings: WorkerConfig) -> Iterator[Condition]:
+def findings(settings: WorkerConfig) -> Iterator[NcclCondition]:
     """Say what was found, one after another."""
     yield _plugin(nccl_version())
     try:
         check_settings(settings)
         where = f"a pool of {len(settings.servers)}" if settings.servers else "one in every rank"
-        yield Condition(f"reducers: {where}.")
+        yield NcclCondition(f"reducers: {where}.")
     except ConfigError as error:
-        yield Condition(f"settings: {error}.", prevents=True)
+        yield NcclCondition(f"settings: {error}.", prevents=True)
     gpus = _count(_GPUS)
     too_many = f" NCCL's collective network takes {MOST_GPUS} a node at most." * (gpus > MOST_GPUS)
     text = f"GPUs of this machine, as the driver says: {gpus}.{too_many}"
-    yield Condition(text, prevents=not 0 < gpus <= MOST_GPUS)
+    yield NcclCondition(text, prevents=not 0 < gpus <= MOST_GPUS)
     yield _nodes()
     yield _interface(settings)
 
 
-def _plugin(version: tuple[int, int] | None) -> Condition:
+def _plugin(version: tuple[int, int] | None) -> NcclCondition:
     """Say which of the plug-in's tables NCCL will take."""
     if not LIBRARY.is_file():
-        return Condition(f"the plug-in was not built: there is no {LIBRARY}.", prevents=True)
+        return NcclCondition(f"the plug-in was not built: there is no {LIBRARY}.", prevents=True)
     if version is None:
         text = f"there is no NCCL: neither torch's ({_SO} of nvidia-nccl) nor the system's."
-        return Condition(text, prevents=True)
+        return NcclCondition(text, prevents=True)
     library = ctypes.CDLL(str(LIBRARY))
     spoken = f"NCCL {version[0]}.{version[1]}"
     for table, first in _TABLES.items():
         if version >= first and hasattr(library, f"ncclCollNetPlugin_v{table}"):
-            return Condition(f"{spoken} takes version {table} of the plug-in's tables.")
-    return Condition(f"{spoken} is too old: the plug-in needs NCCL 2.20 or later.", prevents=True)
+            return NcclCondition(f"{spoken} takes version {table} of the plug-in's tables.")
+    return NcclCondition(
+        f"{spoken} is too old: the plug-in needs NCCL 2.20 or later.", prevents=True
+    )
 
 
-def _nodes() -> Condition:
+def _nodes() -> NcclCondition:
     told = config.launch()
     if not told.world_size or not told.local_world_size:
         text = "nodes: the launcher does not say how many. NCCL uses reducers from two on."
-        return Condition(text)
+        return NcclCondition(text)
     nodes = told.world_size // told.local_world_size
     text = f"nodes, as the launcher says: {nodes}."
     if nodes < 2:
-        return Condition(f"{text} NCCL uses reducers from two on.", prevents=True)
-    return Condition(text)
+        return NcclCondition(f"{text} NCCL uses reducers from two on.", prevents=True)
+    return NcclCondition(text)
 
 
-def _interface(settings: WorkerConfig) -> Condition:
+def _interface(settings: WorkerConfig) -> NcclCondition:
     here = addresses()
     theirs = config.environment().get("NCCL_SOCKET_IFNAME", "")
     if settings.interface:
         try:
-            return Condition(
+            return NcclCondition(
                 f"interface: {choose(settings.interface, here)} (REDUCTION_INTERFACE)."
             )
         except ConfigError as error:
-            return Condition(f"{error}.", prevents=True)
+            return NcclCondition(f"{error}.", prevents=True)
     if theirs:
-        return Condition(f"interface: of NCCL_SOCKET_IFNAME={theirs}; there are {described(here)}.")
-    return Condition(f"interface: NCCL's choice; there are {described(here)}.")
+        return NcclCondition(
+            f"interface: of NCCL_SOCKET_IFNAME={theirs}; there are {described(here)}."
+        )
+    return NcclCondition(f"interface: NCCL's choice; there are {described(here)}.")
 
 
 def nccl_version() -> tuple[int, int] | None:
