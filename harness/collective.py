@@ -41,7 +41,7 @@ DTYPES = {
 }
 FOLDS: list[Any] = [np.add, np.multiply, np.maximum, np.minimum]  # by NCCL's numbers
 # The bits of a floating-point number that are drawn, and those that make it one from 1 to 2.
-_DRAWN = {
+_DRAWN: dict[int, tuple[Any, int, int]] = {
     6: (np.uint16, 0x83FF, 0x3C00),
     7: (np.uint32, 0x807FFFFF, 0x3F800000),
     8: (np.uint64, 0x800FFFFFFFFFFFFF, 0x3FF0000000000000),
@@ -82,7 +82,8 @@ def draw(dtype: int, rank: int, count: int) -> np.ndarray[Any, Any]:
         return np.frombuffer(random.bytes(count * np.dtype(stored).itemsize), stored)
     bits, drawn, one = _DRAWN[dtype]
     found = random.integers(0, np.iinfo(bits).max, count, bits, endpoint=True)
-    return ((found & bits(drawn)) | bits(one)).view(stored)
+    made: np.ndarray[Any, Any] = ((found & bits(drawn)) | bits(one)).view(stored)
+    return made
 
 
 def fold(dtype: int, op: int, values: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -165,6 +166,7 @@ class Node:
         self.errors: list[str] = []
 
     def tell(self, line: str) -> None:
+        """Write a line to its standard input."""
         stream = pipe(self.process.stdin)
         stream.write(line + "\n")
         stream.flush()
@@ -206,8 +208,8 @@ class Nodes:
         start = program if in_python else [str(built.program)]
         for rank in range(ranks):
             its = (plans or {}).get(rank, plan)
-            told = (its.communicators, its.lives, its.calls, its.ahead, its.most_bytes)
-            told += (int(its.fixed), its.dtype, its.seed)
+            told = [its.communicators, its.lives, its.calls, its.ahead, its.most_bytes]
+            told += [int(its.fixed), its.dtype, its.seed]
             command = [*start, str(built.plugin), str(folder), str(rank), str(ranks)]
             environment = {**environments(), **settings, **per_rank(rank)}
             self.nodes.append(Node([*command, *map(str, told)], environment))

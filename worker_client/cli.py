@@ -109,6 +109,18 @@ def conform(
     raise typer.Exit(0 if passed else 1)
 
 
+@app.command()
+def nccl(
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what NCCL will do here; exit 1 if it cannot.")
+    ] = False,
+) -> None:
+    """Print what to set so that NCCL uses reducers: eval "$(worker-client nccl)"."""
+    from worker_client.commands import nccl as its  # noqa: PLC0415 (loads pydantic)
+
+    raise typer.Exit(its.nccl(check=check))
+
+
 timeline = typer.Typer(help="Files of what happened when, which Perfetto opens.")
 app.add_typer(timeline, name="timeline", no_args_is_help=True)
 

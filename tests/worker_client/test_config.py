@@ -32,7 +32,7 @@ for title, lines in scenarios("settings.txt").items():
             MISTAKES.append((name, given, why.strip()))
         else:
             value = literal_eval(meant)
-            is_path = name in {"keys", "timeline", "dump"}
+            is_path = name in {"keys", "timeline", "dump", "libpython"}
             WAYS.append((name, given, Path(value) if is_path else value))
 
 

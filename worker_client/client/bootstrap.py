@@ -322,16 +322,16 @@ def enlist(
     """
     groups = _process_groups(settings, group)
     keys = load_keys(settings.keys)
-    hosts_reducer = hosts_reducer(settings, who[1])
+    hosts = hosts_reducer(settings, who[1])
     if group is not None:
-        _agree_on_topology(group, Topology(hosts_reducer, settings.servers))
+        _agree_on_topology(group, Topology(hosts, settings.servers))
     if settings.encrypt and settings.servers and settings.keys is None:
         raise ConfigError(
             "REDUCTION_ENCRYPT=1 alone encrypts nothing that goes to the reducers of "
             "REDUCTION_SERVERS: give these keys (reducer keygen DIR, reducer serve --keys DIR/pool)"
             " and set REDUCTION_KEYS, which encrypts everything"
         )
-    hosted = _embed(settings, group) if hosts_reducer else None
+    hosted = _embed(settings, group) if hosts else None
     server = None if hosted is None else hosted.server
     if hosted is not None:
         keys = replace(keys, hosts=hosted.curves)

@@ -57,8 +57,8 @@ class Summary:
         ]
         if self.fallbacks:
             said.append(f"{count(self.fallbacks, 'all-reduce')} by the process group")
-        if lost := sorted({*range(self.world_size)} - {*self.present}):
-            said.append(f"went on without rank {', '.join(map(str, lost))}")
+        if gone := sorted({*range(self.world_size)} - {*self.present}):
+            said.append(f"went on without rank {', '.join(map(str, gone))}")
         if self.straggler is not None and self.rank == self.present[0]:  # once a job
             said.append(f"{self.straggler}")
         if self.failure:
@@ -77,6 +77,7 @@ def count(number: int, noun: str) -> str:
 
 
 def size(count: float) -> str:
+    """Return bytes, in words."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
@@ -100,6 +101,7 @@ def _who(summary: Summary, spec: JobSpec) -> str:
 
 
 def reducers(spec: JobSpec) -> str:
+    """Say which reducers a job uses."""
     pool = [address for at, address in enumerate(spec.reducers) if at not in spec.hosts]
     said = []
     if pool:
@@ -111,6 +113,7 @@ def reducers(spec: JobSpec) -> str:
 
 
 def say(line: str) -> None:
+    """Say a line of a job's, as the program wants to hear it."""
     if program_shows(log):
         log.info("%s", line)
     elif not (_OURS.level > logging.INFO or log.manager.disable >= logging.INFO or log.disabled):

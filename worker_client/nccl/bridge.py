@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reducer.server import Server
-    from worker_client.client.hosting import Hosted
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.config import WorkerConfig
     from worker_client.runtime.credentials import Keys
@@ -48,7 +47,7 @@ _OF_PYTHON = {
 log = logging.getLogger(__name__)
 
 
-class Handle(NamedTuple):
+class CollectiveHandle(NamedTuple):
     """What a rank tells the others; 128 bytes of it travel.
 
     Attributes:
@@ -68,7 +67,7 @@ class Handle(NamedTuple):
         return _HANDLE.pack(MAGIC, self.nonce, self.pool, self.host, self.address.encode())
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Handle:
+    def unpack(cls, packed: bytes) -> CollectiveHandle:
         """Read one.
 
         Raises:
@@ -116,7 +115,7 @@ class CollectiveListener:
             self._server = hosting.reserve(settings.interface, way)
         address = "" if self._server is None else self._server.address
         host = fingerprint(host_identity())
-        own = Handle(secrets.token_bytes(16), bool(settings.servers), host, address)
+        own = CollectiveHandle(secrets.token_bytes(16), bool(settings.servers), host, address)
         self.handle = own.pack()
 
     def connect(self, handles: bytes, rank: int, totals: memoryview) -> CollectiveClient:
@@ -140,7 +139,7 @@ class CollectiveListener:
 
     def _join(self, handles: bytes, rank: int, totals: memoryview) -> CollectiveClient:
         packed = [handles[at : at + _HANDLE.size] for at in range(0, len(handles), _HANDLE.size)]
-        ranks = [Handle.unpack(one) for one in packed]
+        ranks = [CollectiveHandle.unpack(one) for one in packed]
         _agree(ranks, rank)
         secret = hashlib.sha256(handles).digest()
         settings, server, hosted = self._settings, self._server, None
@@ -216,14 +215,19 @@ def listen(way: str) -> CollectiveListener:
     """Begin a communicator; see `CollectiveListener`."""
     try:
         settings = config.load()
-        _check(settings)
+        check_settings(settings)
         return CollectiveListener(settings, way)
     except ReductionError as error:
         log.warning("NCCL's all-reduces do not go through reducers: %s", error)
         raise
 
 
-def _check(settings: WorkerConfig) -> None:
+def check_settings(settings: WorkerConfig) -> None:
+    """Refuse settings that NCCL's all-reduces know nothing of.
+
+    Raises:
+        ConfigError: there is one; the message names it.
+    """
     for name, value in _OF_PYTHON.items():
         if (given := getattr(settings, name)) != value:
             raise ConfigError(
@@ -232,7 +236,7 @@ def _check(settings: WorkerConfig) -> None:
             )
 
 
-def _agree(ranks: Sequence[Handle], rank: int) -> None:
+def _agree(ranks: Sequence[CollectiveHandle], rank: int) -> None:
     """Find out whether ranks would wait for each other at different places.
 
     Raises:
@@ -266,5 +270,5 @@ def _job_name(settings: WorkerConfig, keys: Keys, run: str) -> str:
     base = settings.job or keys.job
     name = f"{base}/nccl-{run}" if base else f"nccl-{run}"
     if (over := len(name.encode()) - MAX_JOB_NAME_BYTES) > 0:
-        raise ConfigError(f"REDUCTION_JOB: NCCL's jobs are called {name!r}: write {over} bytes less")
+        raise ConfigError(f"REDUCTION_JOB: a job of NCCL's is called {name!r}: {over} bytes less")
     return name

@@ -87,7 +87,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         uint64_t watermark, next, reached, retained_bytes
         uint64_t large_bytes
         size_t active, large
-        double earliest, measured_since, fast_path_limit
+        double earliest, measured_since, large_ended, fast_path_limit
         uint32_t epoch
         numbering_t numbering
         cuts_t cuts

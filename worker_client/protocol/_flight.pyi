@@ -90,6 +90,7 @@ class OperationState(Call):
 class CompiledFlight:
     earliest: float
     measured_since: float
+    large_ended: float
     def __init__(self, identity: Header, large_bytes: int = ...) -> None: ...
     def add_link(self, window: int, retain: bool, in_place: bool = False) -> None: ...
     @property

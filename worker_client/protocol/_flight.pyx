@@ -292,6 +292,14 @@ cdef class CompiledFlight:
         self.c.measured_since = when
 
     @property
+    def large_ended(self):
+        return self.c.large_ended
+
+    @large_ended.setter
+    def large_ended(self, double when):
+        self.c.large_ended = when
+
+    @property
     def earliest(self):
         return self.c.earliest
 

@@ -145,6 +145,7 @@ static void begin_large(struct flight *flight, double now)
     if (flight->large++ > 0)
         return;
     flight->measured_since = now;
+    flight->large_ended = 0;
     for (uint32_t link = 0; link < flight->link_count; link++)
         flight_measure(flight, link);
 }
@@ -407,14 +408,17 @@ struct all_reduce *flight_completed(struct flight *flight)
     return flight->completed == NULL ? NULL : take_completed(flight, &flight->completed);
 }
 
-bool flight_end_unowned(struct flight *flight)
+bool flight_end_unowned(struct flight *flight, double now)
 {
     struct operation **place = &flight->completed;
     while (*place != NULL) {
-        if ((*place)->asked->owner != NULL || (*place)->header.total_bytes >= flight->large_bytes)
+        if ((*place)->asked->owner != NULL) {
             place = &(*place)->following;
-        else
-            atomic_store(&take_completed(flight, place)->state, ALL_REDUCE_DONE);
+            continue;
+        }
+        if ((*place)->header.total_bytes >= flight->large_bytes)
+            flight->large_ended = now;
+        atomic_store(&take_completed(flight, place)->state, ALL_REDUCE_DONE);
     }
     return flight->completed == NULL;
 }

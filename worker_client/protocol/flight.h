@@ -37,6 +37,7 @@ struct flight {
     uint64_t large_bytes; /* from this size on all-reduces say what a link can carry: */
     size_t large;         /* operations in progress that do, */
     double measured_since; /* when links were measured anew last, for these */
+    double large_ended; /* when one has that the session was not told of; 0: it has looked */
     struct numbering numbering;
     struct cuts cuts;
     /* Nothing stands in the way of all-reduces below this number, in this version of the shard map,
@@ -129,9 +130,8 @@ void flight_confirm(struct flight *flight, uint64_t reached);
 
 /* The next all-reduce that has ended well, to be told of once; NULL: no more. */
 struct all_reduce *flight_completed(struct flight *flight);
-/* Ends those that have ended well, are nobody's in Python, and say nothing of links. False: others are
- * left. */
-bool flight_end_unowned(struct flight *flight);
+/* Ends those that have ended well and are nobody's in Python. False: others are left. */
+bool flight_end_unowned(struct flight *flight, double now);
 
 /* The rest is for the flight's own files. */
 

@@ -127,7 +127,10 @@ class FlowControl:
             self._look(now)
 
     def tick(self, now: float) -> None:
-        """Look at all-reduces that take long; call it several times a second."""
+        """Look at those that take long, and of other threads; call it several times a second."""
+        if ended := self._flight.large_ended:
+            self._flight.large_ended = 0.0
+            self.ended(ended)
         if self._flight.large and now - self._flight.measured_since >= max(
             LOOK_S, self._farthest_s
         ):

@@ -192,7 +192,7 @@ bool core_run(struct core *core, const struct all_reduce *asked, double until)
         double wakes_at = fmin(until, fmin(core->due, flight->earliest));
         double left_s = fmin(wakes_at - seconds(), IDLE_S);
         core->event = loop_run(core->loop, left_s > 0 ? (long)ceil(left_s * 1000) : 0);
-        bool interrupted = core->loop->interrupted, ended = flight_end_unowned(flight);
+        bool interrupted = core->loop->interrupted, ended = flight_end_unowned(flight, seconds());
         core->loop->interrupted = false;
         if (core->event != LOOP_IDLE || core->loop->changes || !ended || interrupted)
             return true;
