@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from worker_client import init
+from worker_client import Work, init
 
 AHEAD = 8
 
@@ -23,7 +23,7 @@ def main() -> None:
     buffers = [np.empty_like(given) for _ in range(AHEAD)]
     wrong = 0
     with init() as client:
-        works = []
+        works: list[Work] = []
         since, cpu_s = time.monotonic(), time.process_time()
         for call in range(calls + AHEAD):
             buffer = buffers[call % AHEAD]

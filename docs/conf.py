@@ -41,6 +41,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
     "Use": {
         "docs/frameworks": "Frameworks",
         "docs/horovod": "Horovod's interface",
+        "docs/nccl": "NCCL",
         "docs/launchers": "Launchers",
         "docs/deployment": "Deployment",
         "docs/observing": "Observing",

@@ -17,7 +17,8 @@ BEFORE = """
 #include <stddef.h>
 #include <stdint.h>
 typedef int ncclResult_t, ncclDataType_t, ncclRedOp_t, ncclNetDeviceType, ncclDebugLogLevel;
-typedef void (*ncclDebugLogger_t)(ncclDebugLogLevel, unsigned long, const char *, int, const char *, ...);
+typedef void (*ncclDebugLogger_t)(ncclDebugLogLevel, unsigned long, const char *, int,
+                                  const char *, ...);
 typedef ncclResult_t (*ncclProfilerCallback_t)(void **, int, void *, int64_t, void *);
 typedef void ncclNetDeviceHandle_v7_t, ncclNetDeviceHandle_v8_t, ncclNetDeviceHandle_v9_t;
 typedef void ncclNetDeviceHandle_v10_t, ncclNetDeviceHandle_v11_t, ncclNetDeviceHandle_v12_t;

@@ -122,6 +122,7 @@ def test_a_rank_that_dies_is_named(built, inputs, pool, hosts):
 BUSY_S = 2.0  # for a process that has heard of a failure to say so, where others compute
 
 
+@pytest.mark.extended  # half a minute: until the deadline; a rank that dies stands for it
 def test_what_comes_after_a_shutdown_fails(built, inputs, pool):
     """A rank that leaves in the middle: whatever it had asked for is over at the others."""
     calls = Calls(400, MOST_BYTES)
