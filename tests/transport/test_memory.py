@@ -234,4 +234,4 @@ print(median(late - early for early, late in zip(taken[4:], taken[8:])) / 4)
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 tells")
 def test_what_ends_gives_all_its_memory_back():
     done = subprocess.run([sys.executable, "-c", LIVES], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 100  # bytes; a chunk, or a table, has some hundreds
+    assert float(done.stdout) < 200  # bytes, which caches of names take; a chunk has some hundreds

@@ -24,7 +24,7 @@ class Path:
         self.windows = [0] * links
         self.received = [0] * links
         self.before = [0] * links
-        self.large, self.measured_since = 0, 0.0
+        self.large, self.measured_since, self.large_ended = 0, 0.0, 0.0
 
     def begin(self, now):
         """A large all-reduce."""
