@@ -187,7 +187,7 @@ def serve(
 
 
 def _serve_reference(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> None:
-    """Have the reference serve until a signal, or whoever else sets `stop`."""
+    """Have the reference serve until a signal, or another thread, sets `stop`."""
     from reducer import reference  # noqa: PLC0415 (with libzmq, which nothing else here needs)
 
     settings.check_for_reference()
@@ -205,7 +205,7 @@ def _serve_reference(stop: threading.Event, settings: ReducerConfig, form: LogFo
 
 
 def _serve_until(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> EngineCounters:
-    """Serve until a signal, the end of a thread, or whoever else sets `stop`."""
+    """Serve until a signal, the end of a thread, or the caller sets `stop`."""
     grace_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:

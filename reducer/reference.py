@@ -13,7 +13,6 @@ memory of jobs that have ended. So it is for conformance, on loopback and privat
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import struct
 import time
@@ -35,8 +34,8 @@ from reducer.wire.layout import LARGEST_CHUNK, cost
 from reducer.wire.messages import Hello, Loss, Stragglers, decode, encode, encode_error
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable
+    from threading import Event
 
 # -- what is here [5] -----------------------------------------------------------------------------
 
@@ -53,6 +52,14 @@ class Member:
     hello: Hello
     leaves_at: float | None = None  # if its connection has ended
 
+    def lost(self, how: str = "died or cannot be reached") -> RankLostError:
+        """Return the error of all-reduces that need it."""
+        return RankLostError(f"rank {self.rank} {how}", rank=self.rank)
+
+    def goes_on(self, header: Header, hello: Hello) -> bool:
+        """Whether who says this HELLO is the same process, and has missed nothing."""
+        return header.watermark >= self.watermark and not _differ(self.hello.process, hello.process)
+
 
 @dataclass(slots=True)
 class Slot:
@@ -67,39 +74,36 @@ class Slot:
 class Round:
     """One all-reduce."""
 
+    sequence: int
     first: Header | None  # of the contribution that opened it; None if an ABORT did
     error: ReductionError | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)  # offsets whose result was sent
-    spoke: list[Member] = field(default_factory=list)  # who has said something about it
+    spoke: set[Member] = field(default_factory=set)  # who has said something about it
     told: set[Member] = field(default_factory=set)
 
     def waits_for(self, rank: int) -> bool:
         """Whether it lacks something of this rank, or the result that it was asked for."""
-        slots = self.slots.values()
-        return any(rank not in slot.parts or slot.asked == rank for slot in slots)
+        return any(rank not in slot.parts or slot.asked == rank for slot in self.slots.values())
 
 
 @dataclass(slots=True)
 class Job:
     """One generation of a job."""
 
-    key: int
-    generation: int
-    hello: Hello  # of `first_rank`
-    first_rank: int
+    first: Header  # of the HELLO that began it
+    hello: Hello
     chunk_bytes: int  # the size of the largest chunk [8]
     members: dict[int, Member] = field(default_factory=dict)
     lost: dict[int, tuple[Member, RankLostError]] = field(default_factory=dict)
     rounds: dict[int, Round] = field(default_factory=dict)
     given_up: list[tuple[int, int, ReductionError]] = field(default_factory=list)
     losses: dict[int, Loss] = field(default_factory=dict)  # the latest of each reducer
-    # Why ranks were refused that are lacking, so that nothing can succeed.
-    barred: dict[int, MismatchError] = field(default_factory=dict)
+    barred: dict[int, MismatchError] = field(default_factory=dict)  # why lacking ranks were refused
 
-    def live(self) -> list[tuple[int, Round]]:
+    def live(self) -> list[Round]:
         """Return the rounds that have not failed."""
-        return [(sequence, one) for sequence, one in self.rounds.items() if one.error is None]
+        return [round_ for round_ in self.rounds.values() if round_.error is None]
 
     def missing(self, round_: Round) -> tuple[int, ...]:
         """Return the ranks that a round waits for, as many as are told."""
@@ -108,15 +112,14 @@ class Job:
 
     def held(self, member: Member) -> int:
         """Return what contributions in open slots take of a window, bytes."""
-        slots = [slot for _, round_ in self.live() for slot in round_.slots.values()]
+        slots = [slot for round_ in self.live() for slot in round_.slots.values()]
         parts = [slot.parts.get(member.rank, (None, None)) for slot in slots]
         return sum(cost(len(data)) for one, data in parts if one is member and data is not None)
 
     def reached(self) -> int:
         """Every all-reduce below this number is finished at every rank."""
         known = [*self.members.values(), *(member for member, _ in self.lost.values())]
-        whole = len(known) == self.hello.world_size
-        return min(member.watermark for member in known) if whole else 0
+        return min(one.watermark for one in known) if len(known) == self.hello.world_size else 0
 
     def forget(self) -> None:
         """Forget what no rank will ask about any more."""
@@ -124,8 +127,18 @@ class Job:
         passed = min(member.watermark for member in self.members.values())
         if len(self.members) + len(self.lost) < self.hello.world_size:
             passed -= MAX_ROUNDS_AHEAD
-        for sequence in [sequence for sequence in self.rounds if sequence < passed]:
-            del self.rounds[sequence]
+        self.rounds = {at: round_ for at, round_ in self.rounds.items() if at >= passed}
+
+    def header(self, kind: M, sequence: int = NO_SEQUENCE) -> Header:
+        """Return what a message to its members begins with."""
+        key, generation = self.first.job, self.first.generation
+        return Header(kind, job=key, generation=generation, sequence=sequence)
+
+    def stale(self, generation: int) -> errors.StaleGenerationError:
+        """Return the error of a rank of another generation."""
+        current = self.first.generation
+        text = f"job {self.hello.job!r} is in generation {current}, and members of it are here"
+        return errors.StaleGenerationError(text, generation=generation, current=current)
 
 
 # -- who may say what, and what comes of it [5, 6] ------------------------------------------------
@@ -149,7 +162,7 @@ class Reducer:
         self.out: list[tuple[bytes, list[bytes]]] = []
         self.ending: dict[bytes, float] = {}
         self.members: dict[bytes, Member] = {}
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = os.urandom(8).hex()
         self._jobs: dict[int, Job] = {}
         self._now = self._ping_at = 0.0
         self._waiting: dict[bytes, tuple[float, Header, Hello]] = {}  # for another member's rank
@@ -173,7 +186,7 @@ class Reducer:
                 raise errors.MembershipError("this reducer does not know you: say HELLO first")
             if header.type not in self._handlers:
                 raise RemoteProtocolError(f"a member does not say {header.type.name}")
-            known = member.job.key, member.job.generation, member.rank
+            known = member.job.first.job, member.job.first.generation, member.rank
             if (header.job, header.generation, header.rank) != known:
                 raise RemoteProtocolError("job, generation and rank are those of the HELLO")
             beyond = max(header.watermark, member.watermark) + MAX_ROUNDS_AHEAD
@@ -195,7 +208,7 @@ class Reducer:
         self._now = now
         for member in list(self.members.values()):
             if member.leaves_at is not None and member.leaves_at <= now:
-                self._leave(member, _lost(member))
+                self._leave(member, member.lost())
         for peer, (_, header, hello) in list(self._waiting.items()):
             self._try(peer, header, hello)
         if now < self._ping_at:
@@ -220,14 +233,13 @@ class Reducer:
             raise RemoteProtocolError("the header's job is not the body's, or its rank none of it")
         if peer in self._waiting or peer in self.members:
             raise RemoteProtocolError("HELLO was said already")
-        due = self._now + hello.patience_ms / 1000 + CONTEST_S
-        self._waiting[peer] = due, header, hello
+        self._waiting[peer] = self._now + hello.patience_ms / 1000 + CONTEST_S, header, hello
         self._try(peer, header, hello)
 
     def _try(self, peer: bytes, header: Header, hello: Hello) -> None:
         """Answer a HELLO, unless a live member has its rank and may turn out to be gone."""
         job = self._jobs.get(header.job)
-        if job is not None and job.generation == header.generation:
+        if job is not None and job.first.generation == header.generation:
             holder = job.members.get(header.rank)
             lives = holder is not None and holder.leaves_at is None
             if lives and self._now < self._waiting[peer][0]:
@@ -241,13 +253,12 @@ class Reducer:
     def _join(self, peer: bytes, header: Header, hello: Hello) -> None:
         if self._closing is not None:
             raise self._closing
-        if (known := self._jobs.get(header.job)) and known.generation == header.generation:
+        if (known := self._jobs.get(header.job)) and known.first.generation == header.generation:
             self._make_way(known, header, hello)
         job, earlier = self._jobs.get(header.job), None
-        if job is None or job.generation < header.generation:
+        if job is None or job.first.generation < header.generation:
             earlier, largest = job, hello.chunk_bytes or LARGEST_CHUNK
-            job = Job(header.job, header.generation, hello, header.rank, largest)
-            self._jobs[header.job] = job
+            job = self._jobs[header.job] = Job(header, hello, largest)
         else:
             self._check_rejoin(job, header, hello)
         member = Member(peer, job, header.rank, header.window, header.watermark, hello)
@@ -259,11 +270,9 @@ class Reducer:
         self._say(peer, header._replace(type=M.WELCOME, watermark=0), encode(body))
         job.forget()
         for loss in job.losses.values():
-            self._say(peer, _of(job, M.SHARD_MAP), encode(loss))
+            self._say(peer, job.header(M.SHARD_MAP), encode(loss))
         if earlier is not None:
-            self._send_error_to_all(
-                earlier, _stale(earlier.hello.job, earlier.generation, job.generation)
-            )
+            self._send_error_to_all(earlier, job.stale(earlier.first.generation))
             for one in earlier.members.values():
                 del self.members[one.peer]
 
@@ -272,51 +281,49 @@ class Reducer:
         unreachable = [member for member in job.members.values() if member.leaves_at is not None]
         back = [member for member in unreachable if member.rank == header.rank]
         whole, other = len(unreachable) == len(job.members), _differ(job.hello.run, hello.run)
-        if back and _goes_on(back[0], header, hello) and not other:
-            self._depart(back[0], _lost(back[0]))  # it lives, so nobody needs to fail
+        if back and back[0].goes_on(header, hello) and not other:
+            self._depart(back[0], back[0].lost())  # it lives, so nobody needs to fail
         elif back or (whole and other):
             for member in unreachable if whole else back:
-                self._leave(member, _lost(member))
+                self._leave(member, member.lost())
 
     def _check_rejoin(self, job: Job, header: Header, hello: Hello) -> None:
-        stale = _stale(hello.job, header.generation, job.generation)
-        if header.generation < job.generation or _differ(job.hello.run, hello.run):
+        stale = job.stale(header.generation)
+        if header.generation < job.first.generation or _differ(job.hello.run, hello.run):
             raise stale
-        ours, theirs = (
-            {**{name: getattr(said, name) for name in _EQUAL}, **said.settings}
-            for said in (job.hello, hello)
-        )
-        for name in (name for name in ours if name in theirs):
-            if ours[name] != theirs[name]:
-                one, other = (job.first_rank, ours[name]), (header.rank, theirs[name])
+        ours = {name: getattr(job.hello, name) for name in _EQUAL} | job.hello.settings
+        theirs = {name: getattr(hello, name) for name in _EQUAL} | hello.settings
+        for name in ours:
+            if name in theirs and ours[name] != theirs[name]:
+                one, other = (job.first.rank, ours[name]), (header.rank, theirs[name])
                 error = MismatchError.between(f"job {hello.job!r}", name, one, other)
                 if len(job.members) < job.hello.world_size:  # or else it is somebody else
                     job.barred[header.rank] = error
-                    for sequence, round_ in job.live():
-                        self._fail(job, sequence, round_, error)
+                    for round_ in job.live():
+                        self._fail(job, round_, error)
                     self._send_error_to_all(job, error)
                 raise error
         if header.rank in job.members:
             raise errors.DuplicateRankError("a live worker has this rank", rank=header.rank)
-        if header.rank in job.lost and not _goes_on(job.lost[header.rank][0], header, hello):
+        if header.rank in job.lost and not job.lost[header.rank][0].goes_on(header, hello):
             raise stale
 
     def _goodbye(self, member: Member, _header: Header, _payload: bytes) -> None:
-        self._leave(member, RankLostError(f"rank {member.rank} left the job", rank=member.rank))
+        self._leave(member, member.lost("left the job"))
 
     def _leave(self, member: Member, why: RankLostError) -> None:
         """Take a member out of its job, and fail the rounds that need it."""
         self._depart(member, why)
-        for sequence, round_ in member.job.live():
+        for round_ in member.job.live():
             if round_.waits_for(member.rank):
-                self._fail(member.job, sequence, round_, why)
+                self._fail(member.job, round_, why)
 
     def _depart(self, member: Member, why: RankLostError) -> None:
         job = member.job
         del self.members[member.peer], job.members[member.rank]
         job.lost[member.rank] = member, why
         if not job.members:
-            del self._jobs[job.key]
+            del self._jobs[job.first.job]
 
     def _contribution(self, member: Member, header: Header, payload: bytes) -> None:
         check_chunk(header, len(payload), member.job.chunk_bytes)
@@ -334,21 +341,20 @@ class Reducer:
         if not payload and header.sequence >= job.reached():
             self._offer(member, header, None)
         elif payload and round_ and slot and slot.asked == member.rank:
-            error = _disagreement(header, round_, slot)
-            if error is None:
-                self._deliver(job, round_, slot, payload)
+            if (error := _disagreement(header, round_, slot)) is not None:
+                self._fail(job, round_, error)
             else:
-                self._fail(job, header.sequence, round_, error)
+                self._deliver(job, round_, slot, payload)
 
     def _offer(self, member: Member, header: Header, payload: bytes | None) -> None:
         job, sequence, rank = member.job, header.sequence, member.rank
         round_ = self._round(member, header)
         slot = round_.slots.get(header.offset)
         if round_.error is not None:
-            self._send_error(job, sequence, round_)
+            self._send_error(job, round_)
             return
         if any(one.rank == rank and one is not member for one in round_.spoke):
-            self._fail(job, sequence, round_, _lost(member))  # it had begun before it came back
+            self._fail(job, round_, member.lost())  # it had begun before it came back
             return
         if (slot is not None and rank in slot.parts) or header.offset in round_.done:
             return
@@ -359,7 +365,7 @@ class Reducer:
         if slot is None:
             error = error or next((why for _, why in job.lost.values()), None)
         if error is not None:
-            self._fail(job, sequence, round_, error)
+            self._fail(job, round_, error)
             return
         slot = round_.slots.setdefault(header.offset, Slot(header))
         slot.parts[rank] = member, payload
@@ -375,10 +381,9 @@ class Reducer:
             # An ABORT for place 1 says which epoch its sender is in: for the ranks' question [8].
             settles = header.type is not M.ABORT or sequence % PLACES == 1
             given_up = (why for low, high, why in job.given_up if low <= sequence <= high)
-            round_ = job.rounds[sequence] = Round(header if settles else None)
+            round_ = job.rounds[sequence] = Round(sequence, header if settles else None)
             round_.error = next(iter(job.barred.values()), None) or next(given_up, None)
-        if member not in round_.spoke:
-            round_.spoke.append(member)
+        round_.spoke.add(member)
         return round_
 
     def _complete(self, job: Job, round_: Round, slot: Slot) -> None:
@@ -397,9 +402,7 @@ class Reducer:
             slot.asked = here[0].rank
             self._say(here[0].peer, _to_rank(first, M.RETAINED))
         else:
-            self._fail(
-                job, first.sequence, round_, next(_lost(one) for one, d in parts if d is None)
-            )
+            self._fail(job, round_, next(one.lost() for one, data in parts if data is None))
 
     def _deliver(self, job: Job, round_: Round, slot: Slot, result: bytes) -> None:
         """Send a result to all that have contributed."""
@@ -417,14 +420,14 @@ class Reducer:
         error = messages.decode_error(payload, first)
         if header.nbytes:
             job.given_up.append((first, last, error))
-            for sequence, round_ in job.live():
-                if first <= sequence <= last:
-                    self._fail(job, sequence, round_, error)
+            for round_ in job.live():
+                if first <= round_.sequence <= last:
+                    self._fail(job, round_, error)
         elif first >= job.reached():
             round_ = self._round(member, header)
             if isinstance(error, errors.ReductionTimeout) and not error.missing:
                 error.missing = job.missing(round_)
-            self._fail(job, first, round_, round_.error or error)
+            self._fail(job, round_, round_.error or error)
             self._end_agreement(job, first - 1)
         self._advance(member, header)  # afterwards: the sender is done with this all-reduce
 
@@ -439,12 +442,12 @@ class Reducer:
             one = asked.rank, "asked" if same else asked.epoch
             other = begun.rank, "not asked" if same else begun.epoch
             name = "question" if same else "epoch"
-            self._fail(job, sequence, agreement, MismatchError.between(what, name, one, other))
+            self._fail(job, agreement, MismatchError.between(what, name, one, other))
 
     def _stragglers(self, member: Member, header: Header, _payload: bytes) -> None:
         job, round_ = member.job, member.job.rounds.get(header.sequence)
         if round_ is not None and (missing := job.missing(round_)):
-            answer = _of(job, M.STRAGGLERS, header.sequence)
+            answer = job.header(M.STRAGGLERS, header.sequence)
             self._say(member.peer, answer, encode(Stragglers(missing)))
 
     def _shard_map(self, member: Member, _header: Header, payload: bytes) -> None:
@@ -459,28 +462,29 @@ class Reducer:
             job.losses[loss.reducer] = loss
             for other in job.members.values():
                 if other is not member:
-                    self._say(other.peer, _of(job, M.SHARD_MAP), encode(loss))
+                    self._say(other.peer, job.header(M.SHARD_MAP), encode(loss))
 
     def _advance(self, member: Member, header: Header) -> None:
         if header.watermark > member.watermark:
             member.watermark = header.watermark
             member.job.forget()
 
-    def _fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> None:
+    def _fail(self, job: Job, round_: Round, error: ReductionError) -> None:
         round_.error = error
         round_.slots.clear()
-        self._send_error(job, sequence, round_)
+        self._send_error(job, round_)
 
-    def _send_error(self, job: Job, sequence: int, round_: Round) -> None:
+    def _send_error(self, job: Job, round_: Round) -> None:
         assert round_.error is not None
+        header = job.header(M.ERROR, round_.sequence)
         for member in job.members.values():
             if member in round_.spoke and member not in round_.told:
                 round_.told.add(member)
-                self._say(member.peer, _of(job, M.ERROR, sequence), encode_error(round_.error))
+                self._say(member.peer, header, encode_error(round_.error))
 
     def _send_error_to_all(self, job: Job, error: ReductionError) -> None:
         for member in job.members.values():
-            self._say(member.peer, _of(job, M.ERROR), encode_error(error))
+            self._say(member.peer, job.header(M.ERROR), encode_error(error))
 
     def _refuse(self, peer: bytes, error: ReductionError) -> None:
         """Answer what is not done; a peer that breaks the protocol is told so once."""
@@ -494,15 +498,10 @@ class Reducer:
             self.ending[peer] = self._now + FAREWELL_S
             self._waiting.pop(peer, None)
             if (member := self.members.get(peer)) is not None:
-                text = f"rank {member.rank} broke the protocol: {error}"
-                self._leave(member, RankLostError(text, rank=member.rank))
+                self._leave(member, member.lost(f"broke the protocol: {error}"))
 
     def _say(self, peer: bytes, header: Header, *payload: bytes) -> None:
         self.out.append((peer, [header.pack(), *payload]))
-
-
-def _of(job: Job, kind: M, sequence: int = NO_SEQUENCE) -> Header:
-    return Header(kind, job=job.key, generation=job.generation, sequence=sequence)
 
 
 def _to_rank(contribution: Header, kind: M) -> Header:
@@ -510,22 +509,8 @@ def _to_rank(contribution: Header, kind: M) -> Header:
     return contribution._replace(type=kind, watermark=0, rank=0, since=0, history=0)
 
 
-def _goes_on(member: Member, header: Header, hello: Hello) -> bool:
-    other = _differ(member.hello.process, hello.process)
-    return header.watermark >= member.watermark and not other
-
-
 def _differ(one: str, other: str) -> bool:
     return bool(one and other) and one != other
-
-
-def _lost(member: Member) -> RankLostError:
-    return RankLostError(f"rank {member.rank} died or cannot be reached", rank=member.rank)
-
-
-def _stale(name: str, generation: int, current: int) -> errors.StaleGenerationError:
-    text = f"job {name!r} is in generation {current}, and members of it are here"
-    return errors.StaleGenerationError(text, generation=generation, current=current)
 
 
 def _disagreement(header: Header, round_: Round, slot: Slot | None) -> MismatchError | None:
@@ -551,9 +536,7 @@ LAST_DATA_RECV = 52  # in Linux's tcp_info: for how many milliseconds nothing ha
 Lines = dict[bytes, tuple[socket.socket, float]]  # connections of peers, and since when
 
 
-def serve(
-    bind: str, stop: threading.Event, ready: Callable[[str], object], io_threads: int = 1
-) -> None:
+def serve(bind: str, stop: Event, ready: Callable[[str], object], io_threads: int = 1) -> None:
     """Serve at ``tcp://HOST:PORT`` until `stop` is set; `ready` is called with ``host:port``."""
     with zmq.Context(io_threads) as context, context.socket(zmq.ROUTER) as router:
         for option, value in (
@@ -589,24 +572,20 @@ def _step(router: zmq.Socket[bytes], reducer: Reducer, lines: Lines) -> None:
                 line = socket.socket(fileno=os.dup(int(frames[0].get("__fd"))))
                 lines[peer.bytes] = line, time.monotonic()
         reducer.receive(peer.bytes, [frame.bytes for frame in frames])
-    now = time.monotonic()
-    reducer.tick(now)
-    ended = [peer for peer in lines if _ends(peer, reducer, lines, now)]
+    reducer.tick(now := time.monotonic())
+    ended = {peer: True for peer in lines if _ends(peer, reducer, lines, now)}
     for to, message in reducer.out:
         try:
             router.send_multipart([to, *message], zmq.NOBLOCK)
-        except zmq.Again:
-            ended.append(to)  # it reads nothing
-        except zmq.ZMQError:  # it has gone, and another one may have its descriptor by now
-            reducer.gone(to)
-            if (known := lines.pop(to, None)) is not None:
-                known[0].close()
+        except zmq.ZMQError as error:  # it reads nothing, or has gone, as may its descriptor
+            ended[to] = isinstance(error, zmq.Again)
     reducer.out.clear()
-    for peer_ in ended:
+    for peer_, is_open in ended.items():
         reducer.gone(peer_)
-        if (known := lines.pop(peer_, None)) is not None:
-            with known[0] as line, suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)  # libzmq closes it then
+        if peer_ in lines:
+            with lines.pop(peer_)[0] as line, suppress(OSError):
+                if is_open:
+                    line.shutdown(socket.SHUT_RDWR)  # libzmq closes it then
 
 
 def _ends(peer: bytes, reducer: Reducer, lines: Lines, now: float) -> bool:

@@ -267,7 +267,7 @@ class ReductionState:
         """Start averaging a bucket over all ranks, in place, and return a future of its tensor."""
         in_backward = self._prepare_to_raise(last=bucket.is_last())
         buffer, calls = bucket.buffer(), self.calls(bucket)
-        # Whoever waits for a future that knows the device has its stream wait for the result.
+        # A thread that waits for a future that knows the device has its stream wait for the result.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if buffer.device.type == "cpu" else [buffer.device]
         )

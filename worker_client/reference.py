@@ -246,11 +246,8 @@ class Client:
 
     def _welcome(self, link: Link, header: Header, payload: bytes) -> None:
         welcome = decode(messages.Welcome, payload)
-        link.state, link.window, link.incarnation = (
-            LinkPhase.MEMBER,
-            header.window,
-            welcome.incarnation,
-        )
+        link.state, link.window = LinkPhase.MEMBER, header.window
+        link.incarnation = welcome.incarnation
         known = sum(other.reducer == link.reducer for other in self._links)
         host = link.address.rpartition(":")[0]
         for lane, port in enumerate(welcome.lanes[known - 1 :], known):

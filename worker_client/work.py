@@ -27,7 +27,8 @@ class _Condition(type(threading.RLock())):  # type: ignore[misc]
     """A future's condition that no exception out of a signal handler leaves locked.
 
     That of the library takes its lock in a method that is interpreted, and so may be interrupted
-    between taking the lock and saying so; then whoever ends the all-reduce would wait for ever.
+    between taking the lock and saying so; then the thread that ends the all-reduce would wait
+    for ever.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Work:
     data: Any
     write_back: Callable[[], object] | None
     error: Exception | None
-    # Called by whoever waits, with `done` and until when: it may bring the end nearer.
+    # Called by a thread that waits, with `done` and until when: it may bring the end nearer.
     _lead: Lead | None
     _ended: bool
     _future: concurrent.futures.Future[Any] | None  # made if somebody asks
@@ -118,7 +119,7 @@ class Work:
         """Wait for the end, which nobody here brings.
 
         Ctrl-C may come at any instant. Within a future's condition it can leave that locked, and
-        then whoever ends the all-reduce waits for ever: so there is none between the two.
+        then the thread that ends the all-reduce waits for ever: so there is none between the two.
         """
         waiter: queue.SimpleQueue[None] = queue.SimpleQueue()
         with self._lock:
@@ -160,7 +161,7 @@ class Work:
         if self.write_back is not None and not self._ended:
             try:
                 self.write_back()
-            except Exception as refused:  # noqa: BLE001 (the array's own; whoever waits gets it)
+            except Exception as refused:  # noqa: BLE001 (the array's own; the waiting thread gets it)
                 return refused
         return None
 

@@ -139,7 +139,7 @@ def read(port: str) -> ReducerStatus:
 
     Raises:
         ReducerLostError: nobody answers there.
-        RemoteProtocolError: whoever answers is no reducer's HTTP port.
+        RemoteProtocolError: what answers is no reducer's HTTP port.
     """
     code, body = _get(port, "/status.json")
     if code != 200:
@@ -159,7 +159,7 @@ def unhealthy(port: str | None) -> str:
 
     Raises:
         ReducerLostError: nobody answers there.
-        RemoteProtocolError: whoever answers does not speak HTTP.
+        RemoteProtocolError: what answers does not speak HTTP.
     """
     if port is None:
         return "without an HTTP port nobody can ask the reducer: set REDUCTION_HTTP, or pass --http"

@@ -33,8 +33,10 @@ from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from reducer import units
 from reducer.conformance.cases import Case, Result, attempt, demand
 from reducer.conformance.peer import PING_S, FailedCaseError, Peer, Received, command
+from reducer.errors import ConfigError, ReducerLostError
 from reducer.wire.constants import NO_SEQUENCE, DType, ErrorCode, Feature, ReduceOp
 from reducer.wire.constants import MessageType as M
 from reducer.wire.header import Header, fingerprint
@@ -92,9 +94,29 @@ def cases() -> list[Case]:
 
 
 def conform(address: str, at_once: int = 8) -> Iterator[Result]:
-    """Try every case with the reducer at ``host:port``, some at once: each is a job of its own."""
+    """Try every case with the reducer at ``host:port``, some at once: each is a job of its own.
+
+    Raises:
+        ConfigError: that is no address.
+        ReducerLostError: nothing listens there.
+    """
+    try:
+        _connect(address).close()
+    except ValueError as error:
+        raise ConfigError(f"the reducer's address: {error}") from None
+    except OSError as error:
+        why = f"{address} cannot be reached: {error}"
+        if isinstance(error, ConnectionRefusedError):
+            why = f"nothing listens at {address}"
+        text = f"{why}: start a reducer, and name the port that its workers use"
+        raise ReducerLostError(text, reducer=address) from None
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda case: attempt(case, address), cases())
+
+
+def _connect(address: str) -> socket.socket:
+    host, port = units.address(address)
+    return socket.create_connection((host.strip("[]"), port), LONGEST_S)
 
 
 def _play(address: str, steps: list[list[str]]) -> None:
@@ -119,9 +141,7 @@ class PlayedRank:
     """
 
     def __init__(self, address: str, common: Header) -> None:
-        host, _, port = address.rpartition(":")
-        line = socket.create_connection((host.strip("[]"), int(port)), LONGEST_S)
-        self.peer = Peer(line, b"DEALER")
+        self.peer = Peer(_connect(address), b"DEALER")
         self.common = common
         self.features = 0
         self.member = False

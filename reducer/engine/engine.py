@@ -62,7 +62,7 @@ UNREACHABLE_S = 1.0
 MAX_REFUSALS = 8  # of one peer in this time: one that tries on and on is dropped
 REFUSALS_S = 10.0
 MAX_DROPPED = 4096  # peers to remember, until their connections are closed
-MAX_LINES = 16  # about workers between two PINGs: whoever provokes them must not fill the log
+MAX_LINES = 16  # about workers between two PINGs: a peer that provokes them must not fill the log
 
 _order = attrgetter("epoch", "stage", "sequence")  # of a loss: greater if it is news
 

@@ -33,7 +33,7 @@ def _refusal(limit: str, said: str, advice: str, option: str = "") -> CapacityEr
 
 
 class Quotas:
-    """The bounds of memory, rounds, jobs and connections. Whoever is refused gets `CapacityError`.
+    """The bounds of memory, rounds, jobs and connections. A refused peer gets `CapacityError`.
 
     `memory_limit` bounds what all jobs that are here may reserve together, `limits` the rest.
     """

@@ -1,7 +1,7 @@
 """How other threads learn what a serving thread knows, with no lock on the data path.
 
 A serving thread looks at its own state between two steps of its loop, and only if it was asked.
-Whoever asks gets records that nobody changes any more.
+The thread that asks gets records that nobody changes any more.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MOST_RANKS = 64  # of a job, that a thread tells; of fewer, their sums over all threads are exact
 TOLD_RANKS = 2048  # of all jobs, that a thread tells: its work waits meanwhile
-FRESH_S = 0.2  # whoever asks again within this time gets the same answer
+FRESH_S = 0.2  # a thread that asks again within this time gets the same answer
 ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
 STALLED_S = 10.0  # one that has not looked up for so long hangs
 
@@ -179,7 +179,7 @@ def look(engine: Engine, connections: int, port: int) -> LaneStatus:
             generation=job.generation,
             world_size=job.world_size,
             present=len(job.members),
-            ranks_present="",  # whoever asked writes them
+            ranks_present="",  # the thread that asked writes them
             ranks_absent="",
             reserved=job.reserved,
             held=sum(member.held for member in job.members.values()),

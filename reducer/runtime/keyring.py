@@ -87,7 +87,7 @@ class Keyring:
         if self._directory is None or (now < self._next_look and not self._forced):
             return self.allowed
         if forced := self._forced:
-            self._forced = False  # before it is read: whoever asks from here on asks anew
+            self._forced = False  # before it is read: a request from here on reads anew
         self._next_look = now + LOOK_S
         before, self._seen = self._seen, self._look()
         if forced or (self._seen != self._read and self._seen == before):

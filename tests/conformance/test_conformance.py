@@ -16,7 +16,7 @@ from reducer import config, reference
 from reducer.conformance import client_cases, transcript
 from reducer.conformance.cases import attempt
 from reducer.errors import ConfigError
-from tests.commands import run_here, serving
+from tests.commands import free_ports, run_here, serving
 from tests.conformance import mutations
 from tests.conftest import joined, reducer_here, reference_here
 from worker_client.client.bootstrap import connect
@@ -43,6 +43,20 @@ def test_the_kit_passes_a_reducer(which):
         done = run_here(f"reducer conform {address}")
     failed = [line for line in done.stdout.splitlines() if not line.startswith("ok")]
     assert (done.returncode, failed[:-1]) == (0, []), "\n".join(failed)
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "said"),
+    [
+        ("127.0.0.1:{port}", 1, "nothing listens at 127.0.0.1:{port}: start a reducer"),
+        ("localhost", 2, "the reducer's address: write it as HOST:PORT"),
+    ],
+)
+def test_an_address_without_a_reducer_is_told_once(address, code, said):
+    (port,) = free_ports(1)
+    done = run_here(f"reducer conform {address.format(port=port)}")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert " ".join(done.stderr.split()).startswith(f"reducer: {said.format(port=port)}")
 
 
 @pytest.mark.parametrize("bug", mutations.REDUCERS)

@@ -335,7 +335,7 @@ class Client:
     def decline(self, why: BaseException, *, name: str | None = None) -> None:
         """Take no part in the next call: the other ranks get an error that says why.
 
-        For whoever refuses a call before it comes to `all_reduce`, or makes it by other means.
+        For a caller that refuses a call before `all_reduce` hears of it, or makes it otherwise.
 
         Args:
             why: the reason.

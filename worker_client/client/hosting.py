@@ -217,7 +217,7 @@ def _leads_to_loopback(host: str) -> bool:
 
 
 def _keyring(pair: KeyPair, public: list[str]) -> Keyring:
-    """Return keys of a reducer that admits whoever has one of these, to any job."""
+    """Return keys of a reducer that admits the owner of each of these, to any job."""
     from reducer.engine.allow_list import ANY, AllowList  # noqa: PLC0415
     from reducer.runtime.keyring import Keyring  # noqa: PLC0415
 

@@ -47,7 +47,7 @@ class Resources:
         try:
             if self._stop_host is not None:
                 self._stop_host()
-        except BaseException as failure:  # noqa: BLE001 (whoever shuts the client down gets it)
+        except BaseException as failure:  # noqa: BLE001 (the thread that shuts the client down gets it)
             self.failure = failure
         if not self.fusion.closing:
             # Not here: it waits for callbacks, of which one may wait for this thread.

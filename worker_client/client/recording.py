@@ -187,7 +187,7 @@ class CallLog:
         now = time.monotonic()
         if now - self._written_at >= AGAIN_S and self._pid == os.getpid():
             self._written_at = now
-            # Not here: whoever waits for this call would wait for the disk, too.
+            # Not here: a thread that waits for this call would wait for the disk, too.
             with suppress(RuntimeError):  # the interpreter ends, and `finish` writes
                 self._write_apart()
 
@@ -196,7 +196,7 @@ class CallLog:
         atexit.unregister(self.finish)
         if self._finished or self._pid != os.getpid():
             return
-        for entry in tuple(self._entries):  # whoever waited may have left before it was noted
+        for entry in tuple(self._entries):  # its caller may have left before it was noted
             if entry.work is not None and entry.work.done() and not entry.ended_ns:
                 entry.error, entry.ended_ns = entry.work.future().exception(), time.time_ns()
         self._finished = True
@@ -295,7 +295,7 @@ def _told(error: BaseException) -> dict[str, Any]:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file so that whoever reads it meanwhile finds all of it, or what was there before."""
+    """Write a file so that its readers find all of it meanwhile, or what was there before."""
     beside = path.with_suffix(".tmp")
     try:
         beside.write_bytes(data)

@@ -25,7 +25,7 @@ def conform(
     """Try every case, and return whether all passed.
 
     Args:
-        command: starts a rank of the client; if it is empty, whoever reads the lines starts them.
+        command: starts a rank of the client; if it is empty, the reader of the lines starts them.
         ranks: how many there are.
         quiet: whether what the command prints is dropped.
         say: called with each line.

@@ -36,7 +36,7 @@ _KEPT_CALLS = 64  # ... unless that many have had no use for it
 class CastingCommunicator(Communicator):
     """Casts what is `rounded` to a wire dtype, and passes on what is not.
 
-    With `whole` it cuts no buffer: each all-reduce must be all or nothing, whoever is lost.
+    With `whole` it cuts no buffer: each all-reduce must be all or nothing, whichever rank is lost.
     """
 
     def __init__(self, inner: Communicator, wire_dtype: DType, *, whole: bool) -> None:

@@ -122,7 +122,7 @@ class ElasticCommunicator(Communicator):
         self._attempts: set[ReplayEntry] = set()  # in progress in the current membership
         self._losses = _Losses()
         self._earlier = _Earlier()
-        # Guards all of these; told when an attempt has ended. Whoever holds it waits for nobody.
+        # Guards all of these; told when an attempt has ended. A thread that holds it never waits.
         self._gate = threading.Condition(threading.RLock())
         self._failure: ReductionError | None = None  # why there is no going on any more
         self._recovery: threading.Thread | None = None

@@ -1,6 +1,6 @@
 """Where a rank that joins meets the job: all-reduces between it and the lowest rank of the others.
 
-A job of two at the same reducers, in which the lowest rank is rank 0 and whoever joins is rank 1.
+A job of two at the same reducers, in which the lowest rank is rank 0 and the newcomer is rank 1.
 One joins at a time; others are refused as duplicates meanwhile, and try again. Each of the two
 fills its half of a buffer with JSON:
 
@@ -146,7 +146,7 @@ class _Handshake:
 
 
 class NewcomerRendezvous:
-    """The lowest rank's side: offers the next membership to whoever comes.
+    """The lowest rank's side: offers the next membership to each newcomer.
 
     `proposal` returns the membership that one more rank would join, or raises a ReductionError if
     this rank can let nobody in any more.

@@ -154,8 +154,8 @@ class ProcessGroup:
         """Wait for the end of something, or of the client.
 
         Not in a call of Gloo's: one that returns while the interpreter ends takes the process down.
-        So does whoever drops the last reference to a work in a thread of Gloo's then, as its
-        tensors need the interpreter's lock. So this thread keeps it until Gloo has ended it.
+        So does a thread of Gloo's that drops the last reference to a work then, as its tensors need
+        the interpreter's lock. So this thread keeps it until Gloo has ended it.
         """
         pause_s = SHORTEST_PAUSE_S
         while not work.is_completed():

@@ -66,7 +66,7 @@ def is_mpich(environment: Mapping[str, str]) -> bool:
 
 
 def env(notes: Notes) -> None:
-    """Read what torchrun sets, and whoever imitates it."""
+    """Read what torchrun sets, and launchers that imitate it."""
     notes.number("rank", "RANK")
     notes.number("world_size", "WORLD_SIZE", least=1)
     notes.number("local_rank", "LOCAL_RANK")

@@ -59,6 +59,8 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         unsigned char *data
         operation_t *following
 
+    const double of_c_STRAGGLER_S "STRAGGLER_S"
+    const double of_c_LAST_S "LAST_S"
     struct shard:
         operation_t *of
         uint32_t home

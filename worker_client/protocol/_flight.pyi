@@ -11,6 +11,9 @@ from worker_client.protocol.flight import Carried, LinkShard, LinkStats, Send
 from worker_client.protocol.operation import Operation
 from worker_client.work import Ended, Lead
 
+STRAGGLER_S: float
+LAST_S: float
+
 class Call:
     number: int
 

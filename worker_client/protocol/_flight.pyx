@@ -19,6 +19,8 @@ from reducer.wire.header import fingerprint
 from reducer.wire.layout import MEASURED_BYTES
 from worker_client.protocol.flight import Carried, LinkStats, Send
 
+STRAGGLER_S = of_c_STRAGGLER_S
+LAST_S = of_c_LAST_S
 cdef uint64_t _calls = 0
 
 

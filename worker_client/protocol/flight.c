@@ -6,8 +6,6 @@
 #include "reducer/kernels/stream.h"
 
 enum { SPARE_BYTES = 80 << 20 }; /* of memory that results have had: a bucket and a quarter */
-/* operation.py */
-static const double STRAGGLER_S = 10.0, LAST_S = 1.0;
 
 void flight_release(struct flight *flight, struct operation *operation)
 {

@@ -8,6 +8,10 @@
 
 #include "cuts.h"
 
+/* Reducers are asked whom an all-reduce waits for after STRAGGLER_S, again twice as late, and LAST_S
+ * before its deadline, or halfway if that is later. */
+static const double STRAGGLER_S = 10.0, LAST_S = 1.0;
+
 struct flight_link {
     struct chunk_list queue; /* chunks to send */
     struct chunk_list sent;  /* chunks in flight */

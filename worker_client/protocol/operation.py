@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 
-STRAGGLER_S = 10.0  # then reducers are asked whom an all-reduce waits for; again twice as late
-LAST_S = 1.0  # before its deadline they are asked once more, or halfway if that is later
-HURRY_S = 3.0  # the same, when a rank is gone: longer than all take to hear that it lives elsewhere
+STRAGGLER_S, LAST_S = _flight.STRAGGLER_S, _flight.LAST_S  # `flight.h` says what they are
+HURRY_S = (
+    3.0  # as STRAGGLER_S, when a rank is gone: longer than all take to hear that it lives elsewhere
+)
 _KEPT_NAMES = 4096
 
 
 class Operation(_flight.OperationState, Work):
-    """What is asked for, and the handle of whoever does; how far it is, the flight knows.
+    """What is asked for, and the handle of its caller; how far it is, the flight knows.
 
     Args:
         view: the buffer's bytes, writable; the result replaces them chunk by chunk.
@@ -43,13 +44,13 @@ class Operation(_flight.OperationState, Work):
         residual: memory like `view`, where what that takes away is kept and added the next time;
             None for none.
         data, write_back: as of `Work`.
-        lead: called by whoever waits, with `done` and until when: it may bring the end nearer. None
-            if others bring it.
-        ended: called with its error or None before whoever waits is told, when nothing reads or
+        lead: called by a thread that waits, with `done` and until when: it may bring the end
+            nearer. None if others bring it.
+        ended: called with its error or None before waiting threads are told, when nothing reads or
             writes `view` any more; once more after an interrupt. None when it is over.
 
     Attributes:
-        over: whether whoever asked for it has been told of its end.
+        over: whether its caller has been told of its end.
         sequence: its number within the job, given at submission.
         since, history: a checksum of what was asked for before, and the call that it begins with.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
@@ -77,7 +78,7 @@ class Operation(_flight.OperationState, Work):
         self._missing = ranks
 
     def end(self, error: Exception | None) -> None:
-        """Tell whoever asked for it that it has ended, once, with an error that names it."""
+        """Tell the caller that it has ended, once, with an error that names it."""
         if self.over:
             return
         if isinstance(error, ReductionError):

@@ -51,7 +51,7 @@ class Session:
 
     Args:
         spec: who we are and where the reducers are.
-        flight: class of what is in flight; whoever performs the actions also sends, after them,
+        flight: class of what is in flight; the caller performs the actions, and sends after them
             what its `refill` returns.
 
     Attributes:

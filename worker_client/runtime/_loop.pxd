@@ -76,7 +76,7 @@ cdef extern from "worker_client/runtime/core.h" nogil:
     all_reduce_state core_test(const all_reduce *asked) noexcept
     void core_lead(core_t *self, const all_reduce *asked, double until) noexcept
     void core_call(core_t *self) noexcept
-    bint core_close(core_t *self) noexcept
+    void core_close(core_t *self) noexcept
     uint64_t core_leader(core_t *self) noexcept
     bint core_take_lead(core_t *self, double until) noexcept
     bint core_leave_lead(core_t *self) noexcept

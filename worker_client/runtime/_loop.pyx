@@ -413,7 +413,7 @@ cdef class Core:
     def calls(self):
         """Return a capsule of `struct core_calls`, for threads without an interpreter.
 
-        It keeps this object: whoever calls holds the capsule.
+        It keeps this object: a thread that calls holds the capsule.
         """
         capsule = PyCapsule_New(&self._calls, b"worker_client.core", _let_go)
         PyCapsule_SetContext(capsule, <void *>self)
@@ -421,15 +421,14 @@ cdef class Core:
         return capsule
 
     def call(self):
-        """Have whoever leads look at what is unusual; any thread, in any signal handler."""
+        """Have the thread that leads look at what is unusual; any thread, in any signal handler."""
         core_call(&self.c)
 
     def close(self):
-        """Accept nothing any more; return whether that is new."""
-        cdef bint first = core_close(&self.c)
+        """Accept nothing any more; may be called again."""
+        core_close(&self.c)
         self.call()
         self.resume(True)
-        return first
 
     cpdef resume(self, bint at_once):
         """Have the driver's own thread lead again, if it rests: at once, or if nobody else does."""
@@ -531,7 +530,7 @@ cdef class Core:
         return operation
 
     def drop_first(self):
-        """Leave that to whoever asked for it here."""
+        """Leave that to the thread that asked for it here."""
         core_drop_first(&self.c)
 
     def put_off(self):

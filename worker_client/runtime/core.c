@@ -170,12 +170,11 @@ void core_call(struct core *core)
     loop_wake(core->loop);
 }
 
-bool core_close(struct core *core)
+void core_close(struct core *core)
 {
     pthread_mutex_lock(&core->gate);
-    bool first = !atomic_exchange(&core->closed, true);
+    atomic_store(&core->closed, true);
     pthread_mutex_unlock(&core->gate);
-    return first;
 }
 
 /* -- whoever has the lead -------------------------------------------------------------------- */

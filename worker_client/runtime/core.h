@@ -61,8 +61,8 @@ enum all_reduce_state core_test(const struct all_reduce *asked);
 void core_lead(struct core *core, const struct all_reduce *asked, double until);
 /* Has whoever leads return to Python; may be called in a signal handler. */
 void core_call(struct core *core);
-/* Accepts nothing any more. False: it was closed already. */
-bool core_close(struct core *core);
+/* Accepts nothing any more; may be called again. */
+void core_close(struct core *core);
 
 /* -- the lead -------------------------------------------------------------------------------- */
 

@@ -1,4 +1,4 @@
-"""Who moves a session and its transport on: a thread of its own, or whoever waits for a result.
+"""Moves a session and its transport on: in a thread of its own, or in one that waits for a result.
 
 One thread leads at a time: it alone uses the session and the transport. Usually that is the
 driver's own, and so all-reduces go on while their callers compute. But handing every call and

@@ -114,7 +114,7 @@ class _Route:
 class Transport:
     """Connections to all reducers of a job.
 
-    Whoever has the lead of its core uses it.
+    The thread that leads its core uses it.
 
     Args:
         flight: what is sent, and where results go.

@@ -133,7 +133,7 @@ def flatten(tensor: torch.Tensor) -> Flat:
         ConfigError: the tensor is sparse, on a device that is not served, of a dtype that cannot be
             reduced, or of a class that has no memory of its own.
     """
-    import torch  # noqa: PLC0415 (whoever has a tensor has loaded it)
+    import torch  # noqa: PLC0415 (a caller with a tensor has loaded it)
 
     if tensor.layout is not torch.strided:
         raise ConfigError(
