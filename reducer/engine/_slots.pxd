@@ -2,7 +2,18 @@
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
-from reducer.zmtp.net cimport block, block_pool
+
+cdef extern from "reducer/zmtp/block.h" nogil:
+    struct block:
+        unsigned char *data
+        size_t nbytes
+
+    struct block_pool:
+        size_t most_spare_bytes
+
+    block *block_take(block_pool *pool, size_t nbytes) noexcept
+    void block_drop(block_pool *pool, block *dropped) noexcept
+    void block_pool_free(block_pool *pool) noexcept
 
 
 cdef extern from "reducer/engine/map.h" nogil:

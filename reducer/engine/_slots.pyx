@@ -11,8 +11,6 @@ from cpython.memoryview cimport PyMemoryView_FromMemory
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from reducer.zmtp.net cimport block_drop, block_take
-
 from itertools import islice
 
 from reducer.engine.lateness import BUCKETS, Waits
