@@ -76,7 +76,8 @@ def test_one_wheel_serves_every_python_on_older_systems(machine):
         names = packed.namelist()
         compiled = {name: packed.read(name) for name in names if name.endswith(".so")}
     assert compiled
-    assert all(name.endswith(".abi3.so") for name in compiled)
+    tagless = {name for name in compiled if not name.endswith(".abi3.so")}
+    assert tagless == {"worker_client/nccl/libnccl-net-reduction.so"}  # which NCCL loads
     assert not [name for name, code in compiled.items() if b"failpoint_arm" in code]
     assert not [name for name in names if name.startswith("tests/")]
     assert {"reducer/py.typed", "worker_client/py.typed"} <= set(names)
