@@ -14,7 +14,7 @@ AHEAD = 8
 
 
 def main() -> None:
-    """Make calls, and print what `harness.collective.Outcome` has of them, from `wrong` on."""
+    """Make the calls, and print wrong results, the error code, seconds and CPU seconds as JSON."""
     folder, (rank, calls, nbytes) = Path(sys.argv[1]), map(int, sys.argv[2:])
     given = np.fromfile(folder / f"7-rank{rank}", np.float32)[: nbytes // 4]
     expected = np.fromfile(folder / "7-op0", np.float32)[: nbytes // 4]

@@ -108,7 +108,7 @@ def start(group: Rendezvous, interface: str, *, encrypt: bool) -> Hosted:
 def reserve(interface: str, way: str) -> Server:
     """Take an address for this rank's reducer, which serves once it is started.
 
-    Whoever connects before that waits.
+    A rank that connects before that waits.
 
     Args:
         interface: as of `choose`; "" for REDUCTION_BIND's address, if it has one.

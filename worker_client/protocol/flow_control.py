@@ -127,7 +127,7 @@ class FlowControl:
             self._look(now)
 
     def tick(self, now: float) -> None:
-        """Look at those that take long, and of other threads; call it several times a second."""
+        """Measure links by large all-reduces that take long, or that C has ended; call it often."""
         if ended := self._flight.large_ended:
             self._flight.large_ended = 0.0
             self.ended(ended)
