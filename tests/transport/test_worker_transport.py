@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -190,16 +191,24 @@ def test_nothing_is_looked_for_while_a_name_is_being_resolved(monkeypatch):
 
 
 def test_a_signal_ends_a_wait_at_once(reducer):
-    with connecting(reducer.address) as transport:
+    """One that comes while the loop looks at its clock ends nothing: more of them are sent."""
+    done, waits = threading.Event(), threading.get_ident()
+
+    def interrupt():
+        while not done.wait(0.03):
+            signal.pthread_kill(waits, signal.SIGUSR1)
+
+    with connecting(reducer.address) as transport, ThreadPoolExecutor(1) as threads:
         meet(transport, reducer)
         before = signal.signal(signal.SIGUSR1, lambda *_: None)
         try:
-            here = threading.get_ident(), signal.SIGUSR1
-            threading.Timer(0.2, signal.pthread_kill, here).start()
+            sent = threads.submit(interrupt)
             start = time.monotonic()
             transport.wait(20)
             within_s(10.0, start)
         finally:
+            done.set()
+            sent.result()
             signal.signal(signal.SIGUSR1, before)
 
 
