@@ -73,6 +73,7 @@ def test_a_leader_serves_the_others(make):
     waiter.start()
 
     def ended_by():
+        time.sleep(0.6)  # the waiter comes back meanwhile, and gets the lead: one call is active
         by = queue.SimpleQueue()
         late = ours.all_reduce(np.ones(8), op="sum", timeout=0.1)
         late.future().add_done_callback(lambda _: by.put(threading.current_thread().name))
