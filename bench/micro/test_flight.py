@@ -88,5 +88,5 @@ def test_submit_to_complete(benchmark: BenchmarkFixture, kib: int) -> None:
     view, sends, done = benchmark.pedantic(
         complete, setup=setup, rounds=ROUNDS, warmup_rounds=WARM_UP, iterations=1
     )
-    assert (len(sends), done) == (CHUNKS, [next(sequences) - 1])
+    assert (len(sends), done and done[0].sequence) == (CHUNKS, next(sequences) - 1)
     assert bytes(view) == reduced
