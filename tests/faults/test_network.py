@@ -113,9 +113,11 @@ def test_a_slow_network_with_pauses_is_borne_if_the_job_is_patient(make, monkeyp
 @pytest.mark.parametrize("nbytes", [0, 50, HEADER_BYTES, 100_000])
 def test_a_torn_frame_tears_no_sum(net, way, nbytes):
     fired = net.proxies[1].shoot(way, "cut", nbytes, after=chunk(way))
-    step = begin(net.clients, 1, 3 * COUNT)  # so that each of three streams carries as much
-    exact_or_typed(step, within_s=3)
-    assert fired.wait(20)
+    for number in range(1, 6):  # chunks go over whichever stream has the least to carry
+        exact_or_typed(begin(net.clients, number, 3 * COUNT), within_s=3)
+        if fired.wait(0.5):
+            break
+    assert fired.is_set()
     works_again(net.clients)
 
 
