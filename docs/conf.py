@@ -46,6 +46,8 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "docs/deployment": "Deployment",
         "docs/observing": "Observing",
         "docs/failures": "Failures",
+        "docs/troubleshooting": "Troubleshooting",
+        "docs/upgrading": "Upgrading",
         "docs/security": "Keys and limits",
         "docs/slow-links": "Slow links",
         "docs/performance": "Performance",
