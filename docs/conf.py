@@ -44,6 +44,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "docs/nccl": "NCCL",
         "docs/launchers": "Launchers",
         "docs/deployment": "Deployment",
+        "docs/sizing": "Sizing",
         "docs/observing": "Observing",
         "docs/failures": "Failures",
         "docs/troubleshooting": "Troubleshooting",
