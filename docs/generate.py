@@ -3,8 +3,8 @@
 `PAGES` names each file and the function that returns its text; a test holds that the files are what
 these functions return. The settings come from the code, the picture of the gain from the tables of
 performance.md, those of losses from what `bench.sites --curves` has written, the table of versions
-from what `tests.versions` has, sizes of pools from what `reducer plan` prints. `facts` writes into other files of the project what they repeat of
-the code and of each other, as facts.toml says.
+from what `tests.versions` has, sizes of pools from what `reducer plan` prints. `facts` writes into
+other files of the project what they repeat of the code and of each other, as facts.toml says.
 """
 
 from __future__ import annotations
@@ -269,9 +269,9 @@ def _loss_panel(
 _SIZING = """\
 # Sizing
 
-For whom: somebody who is to say how many reducers, of which machines. [docs/generate.py](generate.py)
-writes this page from what `reducer plan` answers. That is a model, of links alone. It was
-compared with measurements on links of 0.4 and 1 Gbit/s, with 2 to 16 workers
+For whom: somebody who is to say how many reducers, of which machines.
+[docs/generate.py](generate.py) writes this page from what `reducer plan` answers. That is a model,
+of links alone. It was compared with measurements on links of 0.4 and 1 Gbit/s, with 2 to 16 workers
 ([performance](performance.md)); **faster links and more workers are modelled, not measured**.
 
 ## The rule
