@@ -40,6 +40,8 @@ ROOT = DOCS.parent
 _SETTINGS = """\
 # Settings
 
+For whom: anybody. Four of each table are needed often; defaults and measurements choose the rest.
+
 [docs/generate.py](generate.py) writes this page from the docstrings of `WorkerConfig`
 (`worker_client/config.py`) and `ReducerConfig` (`reducer/config.py`). The [glossary](glossary.md)
 explains words such as chunk, link and round.
@@ -76,15 +78,34 @@ pass over `REDUCTION_CONFIG`. [An example](deployment.md#settings-in-a-file).
 """
 
 
+# What groups of settings are about. Which the first one has is a matter of use, not of the code.
+_WORKERS = {
+    "You will need these four": "servers keys job interface",
+    "Where reducers run": "embedded hierarchy encrypt generation",
+    "Fewer bits, larger buffers": "wire_dtype fusion_threshold cycle_time",
+    "How long to wait": "timeout connect_timeout wait_for_reducers patience heartbeat",
+    "What a job does where it would fail": "fallback on_rank_lost join",
+    "What to write down": "timeline dump",
+    "Rare: measured where nothing is set": "chunk_bytes window_bytes streams impl libpython",
+}
+_REDUCERS = {
+    "You will need these four": "bind keys memory_limit http",
+    "Threads": "threads io_threads cpus kernel",
+    "Limits": "job_memory_limit max_jobs max_jobs_per_key max_rounds max_ranks max_chunk_bytes "
+    "max_connections max_connections_per_key handshake_timeout",
+    "The rest": "drain_timeout insecure impl timeline config",
+}
+
+
 def settings() -> str:
-    """Return the page of the settings: a table for workers, and one for reducers."""
+    """Return the page of the settings: tables for workers, and for reducers."""
     arguments = {name: f"`{name}`" for name in InitSettings.__annotations__}
     options = {
         name: f"`--{name.replace('_', '-')}`" for name in inspect.signature(cli.serve).parameters
     }
     return _SETTINGS.format(
-        workers=_table(WorkerConfig, "argument", arguments),
-        reducers=_table(ReducerConfig, "option", options),
+        workers=_tables(WorkerConfig, "argument", arguments, _WORKERS),
+        reducers=_tables(ReducerConfig, "option", options, _REDUCERS),
     )
 
 
@@ -334,13 +355,19 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def _table(config: type[BaseSettings], kind: str, given: dict[str, str]) -> str:
-    rows = [f"| variable | {kind} | default | meaning |", "|---|---|---|---|"]
-    for name, field in config.model_fields.items():
-        variable = f"`REDUCTION_{name.upper()}`"
-        meaning = _markdown(field.description or "")
-        rows.append(f"| {variable} | {given.get(name, '')} | {_default(field)} | {meaning} |")
-    return "\n".join(rows)
+def _tables(
+    config: type[BaseSettings], kind: str, given: dict[str, str], groups: dict[str, str]
+) -> str:
+    parts = []
+    for title, names in groups.items():
+        rows = [f"| variable | {kind} | default | meaning |", "|---|---|---|---|"]
+        for name in names.split():
+            field = config.model_fields[name]
+            variable = f"`REDUCTION_{name.upper()}`"
+            meaning = _markdown(field.description or "")
+            rows.append(f"| {variable} | {given.get(name, '')} | {_default(field)} | {meaning} |")
+        parts.append(f"### {title}\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
 
 
 def _default(field: FieldInfo) -> str:
