@@ -34,6 +34,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
     "Begin": {
         "docs/tutorial": "Tutorial",
         "docs/gpt": "A GPT on two hosts",
+        "docs/faq": "Questions",
         "docs/from-horovod": "Coming from Horovod",
         "docs/from-vertex": "Coming from Vertex AI",
         "docs/from-gloo": "Coming from Gloo or NCCL",
