@@ -3,8 +3,8 @@
 `PAGES` names each file and the function that returns its text; a test holds that the files are what
 these functions return. The settings come from the code, the picture of the gain from the tables of
 performance.md, those of losses from what `bench.sites --curves` has written, the table of versions
-from what `tests.versions` has. `facts` writes into other files of the project what they repeat of
-the code and of each other, as facts.toml says.
+from what `tests.versions` has, sizes of pools from what `reducer plan` prints. `facts` writes into
+other files of the project what they repeat of the code and of each other, as facts.toml says.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import inspect
 import json
 import math
 import re
+import shlex
 import textwrap
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize
+from typer.testing import CliRunner
 
 from reducer import cli
 from reducer.config import ReducerConfig
+from reducer.planning.plan import PlannedJob, plan
 from worker_client.config import AUTO, InitSettings, WorkerConfig
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ ROOT = DOCS.parent
 
 _SETTINGS = """\
 # Settings
+
+For whom: anybody. Four of each table are needed often; defaults and measurements choose the rest.
 
 [docs/generate.py](generate.py) writes this page from the docstrings of `WorkerConfig`
 (`worker_client/config.py`) and `ReducerConfig` (`reducer/config.py`). The [glossary](glossary.md)
@@ -73,15 +78,34 @@ pass over `REDUCTION_CONFIG`. [An example](deployment.md#settings-in-a-file).
 """
 
 
+# What groups of settings are about. Which the first one has is a matter of use, not of the code.
+_WORKERS = {
+    "You will need these four": "servers keys job interface",
+    "Where reducers run": "embedded hierarchy encrypt generation",
+    "Fewer bits, larger buffers": "wire_dtype fusion_threshold cycle_time",
+    "How long to wait": "timeout connect_timeout wait_for_reducers patience heartbeat",
+    "What a job does where it would fail": "fallback on_rank_lost join",
+    "What to write down": "timeline dump",
+    "Rare: measured where nothing is set": "chunk_bytes window_bytes streams impl libpython",
+}
+_REDUCERS = {
+    "You will need these four": "bind keys memory_limit http",
+    "Threads": "threads io_threads cpus kernel",
+    "Limits": "job_memory_limit max_jobs max_jobs_per_key max_rounds max_ranks max_chunk_bytes "
+    "max_connections max_connections_per_key handshake_timeout",
+    "The rest": "drain_timeout insecure impl timeline config",
+}
+
+
 def settings() -> str:
-    """Return the page of the settings: a table for workers, and one for reducers."""
+    """Return the page of the settings: tables for workers, and for reducers."""
     arguments = {name: f"`{name}`" for name in InitSettings.__annotations__}
     options = {
         name: f"`--{name.replace('_', '-')}`" for name in inspect.signature(cli.serve).parameters
     }
     return _SETTINGS.format(
-        workers=_table(WorkerConfig, "argument", arguments),
-        reducers=_table(ReducerConfig, "option", options),
+        workers=_tables(WorkerConfig, "argument", arguments, _WORKERS),
+        reducers=_tables(ReducerConfig, "option", options, _REDUCERS),
     )
 
 
@@ -263,22 +287,87 @@ def _loss_panel(
         yield f'<text x="{left + 174}" y="{74 + 20 * at}" fill="#1c2430">{said}</text>'
 
 
+_SIZING = """\
+# Sizing
+
+For whom: somebody who is to say how many reducers, of which machines.
+[docs/generate.py](generate.py) writes this page from what `reducer plan` answers. That is a model,
+of links alone. It was compared with measurements on links of 0.4 and 1 Gbit/s, with 2 to 16 workers
+([performance](performance.md)); **faster links and more workers are modelled, not measured**.
+
+## The rule
+
+The reducers' cards together should carry what the workers' carry together. More gain nothing. With
+less, mixed jobs use the workers' own cards besides. What counts is the rate of a card, not the
+number of machines: 8 workers of 100 Gbit/s want 25 reducers of 32 Gbit/s.
+
+An all-reduce of 1 GB, all cards alike. Times in ms; in brackets how much faster than a ring:
+
+{table}
+
+## Three jobs
+
+{jobs}
+
+## Memory and cores
+
+A reducer holds a window of each rank at most (`REDUCTION_WINDOW_BYTES`), and refuses a job at its
+start that would need more than `--memory-limit`; the message says how much that is. Seconds of a
+processor for each GB, by type, are in [performance](performance.md#8-bits-on-the-wire). Four
+workers' fp32 took 3.26 s for each GB of buffer, of which the pool receives four and sends four. So
+a core carries a link of 10 Gbit/s, as a rule; `--threads` uses more than one.
+"""
+
+_GBPS = (1, 10, 25, 100)
+_JOBS = (
+    "--workers 4 --worker-gbps 10 --reducer-gbps 10 --parameters 350M --backward 400ms",
+    "--workers 16 --worker-gbps 25 --reducer-gbps 25 --parameters 1.5B --backward 800ms",
+    "--workers 64 --worker-gbps 100 --reducer-gbps 32 --parameters 7B --backward 1500ms",
+)
+
+
+def sizing() -> str:
+    """Return the page of sizes: what `reducer plan` answers for jobs of several sizes."""
+    head = "| workers | Gbit/s | a ring | embedded | half as many reducers | as many reducers |"
+    rows = [head, "|" + "---|" * 6]
+    for workers in (4, 16, 64):
+        for gbps in _GBPS:
+            job = PlannedJob(workers, gbps, gbps, 10**9)
+            found = plan(job, (0, workers // 2, workers))
+            times = [f"{1e3 * row.all_reduce_s:,.0f} ({row.speedup:.2f})" for row in found.rows]
+            rows.append(f"| {workers} | {gbps} | {1e3 * found.ring_s:,.0f} | {' | '.join(times)} |")
+    jobs = []
+    for options in _JOBS:
+        line = f"reducer plan {options}"
+        done = CliRunner().invoke(cli.app, shlex.split(f"plan {options}"), env={"COLUMNS": "150"})
+        printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
+        jobs.append(f"```sh\n{line}\n```\n```text\n{printed}\n```")
+    return _SIZING.format(table="\n".join(rows), jobs="\n\n".join(jobs))
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "architecture.md": architecture,
     "compatibility.md": compatibility,
     "gain.svg": gain,
     "losses.svg": losses,
     "settings.md": settings,
+    "sizing.md": sizing,
 }
 
 
-def _table(config: type[BaseSettings], kind: str, given: dict[str, str]) -> str:
-    rows = [f"| variable | {kind} | default | meaning |", "|---|---|---|---|"]
-    for name, field in config.model_fields.items():
-        variable = f"`REDUCTION_{name.upper()}`"
-        meaning = _markdown(field.description or "")
-        rows.append(f"| {variable} | {given.get(name, '')} | {_default(field)} | {meaning} |")
-    return "\n".join(rows)
+def _tables(
+    config: type[BaseSettings], kind: str, given: dict[str, str], groups: dict[str, str]
+) -> str:
+    parts = []
+    for title, names in groups.items():
+        rows = [f"| variable | {kind} | default | meaning |", "|---|---|---|---|"]
+        for name in names.split():
+            field = config.model_fields[name]
+            variable = f"`REDUCTION_{name.upper()}`"
+            meaning = _markdown(field.description or "")
+            rows.append(f"| {variable} | {given.get(name, '')} | {_default(field)} | {meaning} |")
+        parts.append(f"### {title}\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
 
 
 def _default(field: FieldInfo) -> str:

@@ -1,5 +1,6 @@
 """What `docs/generate.py` makes is up to date; what pages say of settings and options is true."""
 
+import ast
 import json
 import re
 import runpy
@@ -85,7 +86,7 @@ def test_claimed_versions_were_tried_and_no_test_failed():
 def test_the_settings_tables_are_complete():
     rows = re.findall(r"^\| `REDUCTION_(\w+)` \|.*\. \|$", PAGES["settings.md"](), re.MULTILINE)
     names = [*WorkerConfig.model_fields, *ReducerConfig.model_fields]
-    assert rows == [name.upper() for name in names]
+    assert sorted(rows) == sorted(name.upper() for name in names)
 
 
 @pytest.mark.parametrize("page", TEXTS)
@@ -99,6 +100,21 @@ def test_settings_that_a_page_names_exist(page):
 def test_pages_that_a_page_names_exist(page):
     links = re.findall(r"\]\(([\w./-]+\.md)\b", TEXTS[page])
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).is_file()] == []
+
+
+def test_messages_that_are_explained_are_said():
+    said = [(ROOT / "worker_client" / "runtime" / "_loop.pyx").read_text()]
+    files = (path for room in ("reducer", "worker_client") for path in ROOT.glob(f"{room}/**/*.py"))
+    for path in (*files, ROOT / "setup.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = (node.value for node in nodes if isinstance(node, ast.Constant))
+        said += [text for text in texts if isinstance(text, str)]
+    everything = "\n".join(said)
+    page = TEXTS["docs/troubleshooting.md"]
+    explained = re.findall(r"^\| `([^`]+)`(?! \(of Gloo\))", page, re.MULTILINE)
+    assert len(explained) > 20
+    parts = (part.strip() for message in explained for part in message.split("…"))
+    assert [part for part in parts if part not in everything] == []
 
 
 @pytest.mark.parametrize("page", TEXTS)

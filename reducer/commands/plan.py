@@ -22,6 +22,7 @@ from reducer.wire.constants import DType
 
 MODEL_BYTES = "1GB"
 PIPE_WIDTH = 160  # characters
+AS_GOOD = 0.98  # of a speed: less than anybody would notice
 _COUNT = re.compile(r"(?P<value>\d{1,18}(\.\d{1,18})?)\s*(?P<unit>[kKMBT]?)")
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DTYPES = {
@@ -111,15 +112,32 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
         console = terminal.console(PIPE_WIDTH)
         console.print(summary(job, found), highlight=False)
         console.print(table(job, found))
+        console.print(verdict(job, found), highlight=False)
 
 
 def summary(job: planning.PlannedJob, found: planning.PoolPlan) -> str:
-    """Say how many reducers, and what a ring takes."""
+    """Say how many reducers the workers' cards are worth, and what a ring takes."""
     step = f", a step {_ms(found.ring_step_s)}" if job.backward_s or job.forward_s else ""
     return (
-        f"{found.reducers_needed} reducers: {job.workers} x {job.worker_gbps:g} Gbit/s / "
-        f"{job.reducer_gbps:g} Gbit/s\n"
-        f"a ring all-reduces {job.nbytes / 1e6:,.6g} MB in {_ms(found.ring_s)}{step}"
+        f"a ring all-reduces {job.nbytes / 1e6:,.6g} MB in {_ms(found.ring_s)}{step}\n"
+        f"more than {found.reducers_needed} reducers would gain nothing: {job.workers} x "
+        f"{job.worker_gbps:g} Gbit/s / {job.reducer_gbps:g} Gbit/s"
+    )
+
+
+def verdict(job: planning.PlannedJob, found: planning.PoolPlan) -> str:
+    """Say in one sentence what to do: the smallest pool that is nearly as fast as the fastest."""
+    steps = bool(job.backward_s or job.forward_s)
+    gains = {row.reducers: row.step_speedup if steps else row.speedup for row in found.rows}
+    best = min(k for k, gain in gains.items() if gain > AS_GOOD * max(gains.values()))
+    what = "a step" if steps else "an all-reduce"
+    embedded = f"{gains.get(0, 1.0):.2f} times as fast"
+    if best == 0 or gains[best] <= 1 / AS_GOOD:
+        return f"Take none: with the ranks' own (embedded) {what} is {embedded} as with a ring."
+    pool = "1 reducer" if best == 1 else f"{best} reducers"
+    return (
+        f"Take {pool}: {what} is {gains[best]:.2f} times as fast as with a ring. "
+        f"With the ranks' own alone (embedded) it is {embedded}."
     )
 
 
@@ -153,7 +171,11 @@ def gradient_bytes(model_bytes: str | None, parameters: str | None, dtype: str) 
     Raises:
         ConfigError: it is said in two ways, or wrongly.
     """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
     if parameters is None:
+        if dtype != "fp32":
+            raise ConfigError("--dtype goes with --parameters: --model-bytes is what travels")
         text = model_bytes or MODEL_BYTES
         try:
             return int(TypeAdapter(ByteSize).validate_python(text))
@@ -164,8 +186,6 @@ def gradient_bytes(model_bytes: str | None, parameters: str | None, dtype: str) 
     match = _COUNT.fullmatch(parameters.strip())
     if match is None:
         raise ConfigError(f"parameters: write a number such as 350M or 1.5B, got {parameters!r}")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is none of {', '.join(_DTYPES)}")
     return _DTYPES[dtype].nbytes(round(float(match["value"]) * _COUNTS[match["unit"]]))
 
 

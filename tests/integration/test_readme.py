@@ -24,7 +24,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_readme_fits_a_few_screens():
     assert len(README.splitlines()) <= 160
-    assert max(map(len, README.splitlines())) <= 100
+    assert all(len(line) <= 100 for line in README.splitlines() if not line.startswith("|"))
 
 
 def test_the_quick_start_is_the_example():

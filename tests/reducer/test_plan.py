@@ -178,6 +178,8 @@ def test_sizes_of_models(given, nbytes):
         (("much", None, "fp32"), "model-bytes: write a size"),
         ((None, "many", "fp32"), "parameters: write a number"),
         ((None, "1M", "int4"), "dtype: 'int4' is none of fp32"),
+        ((None, None, "float32"), "dtype: 'float32' is none of fp32"),
+        (("1MB", None, "int8"), "--dtype goes with --parameters"),
     ],
 )
 def test_bad_sizes_of_models(arguments, says):
@@ -197,6 +199,7 @@ RULE = "reducer plan --worker-gbps 100 --reducer-gbps 32"
 LINES = [
     f"{RULE} --workers 8 --backward 200ms --reducer-cost 0.5 --worker-cost 4",
     f"{RULE} --workers 5 --json --reducers 8,16",
+    "reducer plan --worker-gbps 1 --reducer-gbps 1 --workers 2",
     # The published example: 1 and 4 workers of 8 accelerators, 16 reducers.
     f"{RULE} --workers 5 --vertex {MACHINES} --image r/i:1 --train 't.py -e 3'",
 ]
