@@ -67,7 +67,7 @@ class Judge:
         whose = self.whose(call, got)
         if not whose:
             return self._explain(call, got)
-        if absent in whose:
+        if absent in whose and not self._search(call, got, without=absent):
             return f"a result of {whose}, with one that took no part"
         if residual is not None:
             kept = oracles.kept(call, self.contribution(call), self._plan.wire_dtype)
@@ -95,10 +95,11 @@ class Judge:
             groups = tuple(tuple(rank for rank in ranks if nodes[rank] == node) for node in order)
         return Shape(groups, self._plan.wire_dtype)
 
-    def _search(self, call: Call, got: Any) -> tuple[int, ...]:
+    def _search(self, call: Call, got: Any, without: int | None = None) -> tuple[int, ...]:
         """Return whose reduction it is, this rank among them; nobody's if there are none such."""
-        for size in range(len(self._everybody), 0, -1):
-            for ranks in itertools.combinations(self._everybody, size):
+        others = [rank for rank in self._everybody if rank != without]
+        for size in range(len(others), 0, -1):
+            for ranks in itertools.combinations(others, size):
                 if self._rank in ranks and self._is(call, got, ranks):
                     return ranks
         return ()

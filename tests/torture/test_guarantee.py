@@ -121,3 +121,9 @@ def test_a_result_without_a_rank_that_takes_no_part_is_none(kind):
     without = oracle.result(call, Shape(((0, 2),)))
     assert "there can be none" in judge(call, without)
     assert judge(call, without, elastic=True, present=(0, 2)) == ""
+    whole = oracle.result(call, Shape(((0, 1, 2),)))
+    assert "took no part" in judge(call, whole, elastic=True, present=(0, 2))
+    # A result of no elements is that of any ranks.
+    empty = call._replace(elements=0)
+    nothing = oracle.result(empty, Shape(((0, 2),)))
+    assert judge(empty, nothing, elastic=True, present=(0, 2)) == ""
