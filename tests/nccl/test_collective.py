@@ -44,12 +44,20 @@ def all_went_well(nodes, calls):
         ] * calls.lives
 
 
-@pytest.mark.parametrize("in_python", [False, True], ids=["program", "python"])
-@pytest.mark.parametrize("hosts", [False, True], ids=["pool", "embedded"])
-@pytest.mark.extended_cases("embedded-program", "pool-python")
-def test_bits(built, inputs, pool, hosts, in_python):
+@pytest.mark.parametrize(
+    ("version", "hosts", "in_python"),
+    [
+        pytest.param(8, False, False, id="v8-pool-program"),
+        pytest.param(9, True, False, id="v9-embedded-program"),
+        pytest.param(10, False, True, id="v10-pool-python"),
+        pytest.param(11, True, True, id="v11-embedded-python"),
+        pytest.param(12, False, False, id="v12-pool-program"),
+    ],
+)
+@pytest.mark.extended_cases("v9", "v10", "v12")  # other tests call these tables
+def test_bits(built, inputs, pool, version, hosts, in_python):
     """All dtypes and reductions, odd counts, two communicators, tested in any order."""
-    calls = Calls(200, MOST_BYTES, communicators=2)
+    calls = Calls(200, MOST_BYTES, version=version, communicators=2)
     settings = {} if hosts else pool
     with Nodes(built, inputs, RANKS, calls, settings, in_python=in_python) as nodes:
         nodes.run()
@@ -60,7 +68,7 @@ def test_bits(built, inputs, pool, hosts, in_python):
 
 
 def test_more_than_there_is_room_for_is_asked_for_again(built, inputs, pool):
-    calls = Calls(300, MOST_BYTES, ahead=200, dtype=7)
+    calls = Calls(300, MOST_BYTES, version=9, ahead=200, dtype=7)
     with Nodes(built, inputs, RANKS, calls, pool) as nodes:
         nodes.run()
     all_went_well(nodes, calls)
@@ -70,7 +78,7 @@ def test_more_than_there_is_room_for_is_asked_for_again(built, inputs, pool):
 def test_a_pool_with_keys(built, inputs, tmp_path):
     keygen(tmp_path / "keys", ["one"])
     home = tmp_path / "keys"
-    calls = Calls(50, MOST_BYTES)
+    calls = Calls(50, MOST_BYTES, version=10)
     with reducer_here(Keyring.load(home / "pool")) as server:
         settings = {"REDUCTION_SERVERS": server.address, "REDUCTION_KEYS": str(home / "jobs/one")}
         with Nodes(built, inputs, RANKS, calls, settings) as nodes:
@@ -80,7 +88,7 @@ def test_a_pool_with_keys(built, inputs, tmp_path):
 
 
 def test_a_reducer_that_dies_costs_nothing(built, inputs):
-    calls = Calls(500, MOST_BYTES)
+    calls = Calls(500, MOST_BYTES, version=12)
     with Lab.loopback(2) as lab:
         pool = Pool(lab.hosts)
         try:
@@ -101,7 +109,7 @@ def kill(pool, rank, done):
 
 @pytest.mark.parametrize("hosts", [False, True], ids=["pool", "embedded"])
 def test_a_rank_that_dies_is_named(built, inputs, pool, hosts):
-    calls = Calls(100_000, MOST_BYTES)
+    calls = Calls(100_000, MOST_BYTES, version=8 if hosts else 11)
     killed = []
     with Nodes(built, inputs, RANKS, calls, {} if hosts else pool) as nodes:
 
@@ -135,7 +143,7 @@ def test_what_comes_after_a_shutdown_fails(built, inputs, pool):
 
 
 def test_lives_leave_nothing(built, inputs, pool):
-    calls = Calls(10, 4096, lives=20)
+    calls = Calls(10, 4096, version=11, lives=20)
     with Nodes(built, inputs, 2, calls, pool) as nodes:
         nodes.run()
     all_went_well_of_two(nodes, calls)
