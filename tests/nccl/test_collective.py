@@ -45,21 +45,23 @@ def all_went_well(nodes, calls):
 
 
 @pytest.mark.parametrize(
-    ("version", "hosts", "in_python"),
+    "way",
     [
-        pytest.param(8, False, False, id="v8-pool-program"),
-        pytest.param(9, True, False, id="v9-embedded-program"),
-        pytest.param(10, False, True, id="v10-pool-python"),
-        pytest.param(11, True, True, id="v11-embedded-python"),
-        pytest.param(12, False, False, id="v12-pool-program"),
+        "8 pool program",
+        "9 embedded program",
+        "10 pool python",
+        "11 embedded python",
+        "12 pool program",
     ],
 )
-@pytest.mark.extended_cases("v9", "v10", "v12")  # other tests call these tables
-def test_bits(built, inputs, pool, version, hosts, in_python):
+@pytest.mark.extended_cases("9", "10", "12")  # other tests call these tables
+def test_bits(built, inputs, pool, way):
     """All dtypes and reductions, odd counts, two communicators, tested in any order."""
-    calls = Calls(200, MOST_BYTES, version=version, communicators=2)
+    version, place, kind = way.split()
+    hosts = place == "embedded"
+    calls = Calls(200, MOST_BYTES, version=int(version), communicators=2)
     settings = {} if hosts else pool
-    with Nodes(built, inputs, RANKS, calls, settings, in_python=in_python) as nodes:
+    with Nodes(built, inputs, RANKS, calls, settings, in_python=kind == "python") as nodes:
         nodes.run()
     all_went_well(nodes, calls)
     said = nodes.said[0]
