@@ -340,8 +340,9 @@ static bool give_up(struct connection *here, const char *why)
 static bool sized(const struct connection *here, unsigned stream)
 {
     const struct stream *first = &here->streams[0];
-    return here->sends || first->at > here->streams[stream].at ||
-           first->moved >= sizeof(struct header);
+    uint64_t at = here->streams[stream].at; /* which may be before or behind that of the first */
+    return here->sends || first->at > at ||
+           (first->at == at && first->moved >= sizeof(struct header));
 }
 
 static bool fits(struct connection *here, const struct request *request)
