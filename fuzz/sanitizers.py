@@ -35,6 +35,7 @@ TESTS = (
     "tests/worker_client/test_tensor_queue.py",
     "tests/transport",
     "tests/zmtp",
+    "tests/nccl",
     "tests/fuzz",
 )
 # Of these, the ones that reach the most of it in a minute.
@@ -47,6 +48,7 @@ SHORT_TESTS = (
     "tests/transport/test_pairs.py",
     "tests/transport/test_resume.py",
     "tests/zmtp/test_codec.py",
+    "tests/nccl/test_point_to_point.py",
 )
 # What several threads of one process use: heartbeats beside the loops, pairs between a reducer's
 # threads and a worker's, a client's callers beside its own thread.
@@ -55,6 +57,7 @@ THREADED_TESTS = (
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
     "tests/worker_client/test_core.py",
+    "tests/nccl",
 )
 _COPIED = (
     *("reducer", "worker_client", "fuzz", "tests", "torture"),

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,23 @@ class Built:
 
 def build(folder: Path) -> Built:
     """Compile nodes; the plug-in is the one that is installed."""
-    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    flags = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-pthread")
     built = Built(folder / "node", folder / "node.so")
-    for output, more in ((built.program, []), (built.library, ["-shared", "-fPIC"])):
-        command = [*compiler, *flags, *more, f"-I{ROOT}", HARNESS, "-o", output, "-ldl"]
-        subprocess.run(command, check=True, cwd=ROOT)
+    compile_c(built.program, HARNESS)
+    compile_c(built.library, HARNESS, flags=["-shared", "-fPIC"])
     return built
+
+
+def compile_c(
+    output: Path,
+    *sources: str,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Compile sources of this checkout, optimized and with warnings as errors."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    always = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-pthread"]
+    command = [*compiler, *always, *flags, f"-I{ROOT}", *sources, "-o", output, "-ldl"]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment)
 
 
 def draw(dtype: int, rank: int, count: int) -> np.ndarray[Any, Any]:

@@ -7,7 +7,7 @@
  * i adds up, or the like, a part of the ranks' inputs of its dtype, and each bit of the result is
  * compared with that part of what the test's oracle has made of them.
  */
-#include "tests/nccl/tables.h"
+#include "tests/nccl/harness.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -16,7 +16,6 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { MOST_RANKS = 64, MOST_COMMUNICATORS = 4, DTYPES = 10, OPS = 4, TOLD_EVERY = 50 };
@@ -94,21 +93,6 @@ static int finalize(const struct plan *plan, const struct network *network)
 }
 
 /* -------------------------------------------------------------------------------------------- */
-
-static uint64_t draw(uint64_t *state) /* splitmix64 */
-{
-    uint64_t drawn = *state += UINT64_C(0x9E3779B97F4A7C15);
-    drawn = (drawn ^ drawn >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
-    drawn = (drawn ^ drawn >> 27) * UINT64_C(0x94D049BB133111EB);
-    return drawn ^ drawn >> 31;
-}
-
-static double seconds(clockid_t clock)
-{
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
-}
 
 static struct part map(const char *folder, const char *name)
 {
@@ -192,16 +176,6 @@ struct call {
     size_t count, offset;
     bool in_place;
 };
-
-/* As often from 16 to 31 as from 1024 to 2047. */
-static size_t draw_count(size_t most, uint64_t *state)
-{
-    unsigned doublings = 0;
-    while (most >> (doublings + 1) > 0)
-        doublings++;
-    size_t least = (size_t)1 << draw(state) % (doublings + 1), others = most - least + 1;
-    return least + draw(state) % (others < least ? others : least);
-}
 
 static struct call draw_call(const struct plan *plan, const struct inputs *inputs, uint64_t *state)
 {
