@@ -19,7 +19,7 @@ from fuzz.targets import TARGETS
 
 TREE = Path("build/sanitized")
 THREADS_TREE = Path("build/sanitized-threads")
-# What goes through compiled code: kernels, slots, loops, flights, casts and ZMTP.
+# What goes through compiled code: kernels, slots, loops, flights, casts, ZMTP and NCCL's plug-in.
 TESTS = (
     "tests/kernels",
     "tests/engine/test_engine.py",
@@ -51,13 +51,14 @@ SHORT_TESTS = (
     "tests/nccl/test_point_to_point.py",
 )
 # What several threads of one process use: heartbeats beside the loops, pairs between a reducer's
-# threads and a worker's, a client's callers beside its own thread.
+# threads and a worker's, a client's callers beside its own thread, and NCCL's.
 THREADED_TESTS = (
     "tests/transport",
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
     "tests/worker_client/test_core.py",
-    "tests/nccl",
+    "tests/nccl/test_collective.py",
+    "tests/nccl/test_point_to_point.py",
 )
 _COPIED = (
     *("reducer", "worker_client", "fuzz", "tests", "torture"),

@@ -1,5 +1,6 @@
 """NCCL's collective network without a GPU: nodes do what NCCL's proxy does, and bits count."""
 
+import os
 import signal
 import time
 
@@ -158,7 +159,8 @@ def all_went_well_of_two(nodes, calls):
         files, pages = zip(*node.left, strict=True)
         # A loop's two eventfds are there until Python's collector runs, which is within ten lives.
         assert min(files[10:]) < min(files[:10]) + 10, files
-        assert pages[-1] - pages[9] < 256, pages  # 1 MiB in ten lives
+        if "LD_PRELOAD" not in os.environ:  # a sanitizer keeps what is freed
+            assert pages[-1] - pages[9] < 256, pages  # 1 MiB in ten lives
 
 
 @pytest.mark.parametrize(

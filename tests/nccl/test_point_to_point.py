@@ -114,25 +114,23 @@ def test_messages_arrive_whole_and_in_order(pair):
 
 @pytest.fixture(scope="module")
 def threads(tmp_path_factory):
-    """Ranks that are threads of a program: how it ends, of a version, with a sanitizer or none."""
-    built = {"": tables.path()}  # libraries
-    # A sanitizer of this process, under `make sanitize`, is none of the program's.
-    alone = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    for name in ("ASAN_OPTIONS", "TSAN_OPTIONS"):
-        alone.pop(name, None)
+    """Runs ranks that are threads of a program, with a sanitizer or none; what they have said."""
+    own = ("LD_PRELOAD", "ASAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS")  # under `make sanitize`
+    others = {name: value for name, value in os.environ.items() if name not in own}
 
     def run(version, pairs, messages, largest, sanitizer=""):
         folder = tmp_path_factory.getbasetemp() / f"threads-{sanitizer}"
+        environment = {**others, "UBSAN_OPTIONS": "halt_on_error=1"} if sanitizer else os.environ
         watched = ["-g", f"-fsanitize={sanitizer}"] if sanitizer else []
+        library = folder / "plugin.so" if sanitizer else tables.path()
         if not folder.exists():
             folder.mkdir()
-            compile_c(folder / "ranks", THREADS, flags=watched, environment=alone)
-        if sanitizer not in built:
-            built[sanitizer] = folder / "plugin.so"
-            flags = [*watched, "-shared", "-fPIC", "-fvisibility=hidden"]
-            compile_c(built[sanitizer], *SOURCES, flags=flags, environment=alone)
-        command = [folder / "ranks", built[sanitizer], version, pairs, messages, largest, 1]
-        done = run_command(*command, env={**alone, "UBSAN_OPTIONS": "halt_on_error=1"})
+            compile_c(folder / "ranks", THREADS, flags=watched, environment=environment)
+            if sanitizer:
+                flags = [*watched, "-shared", "-fPIC", "-fvisibility=hidden"]
+                compile_c(library, *SOURCES, flags=flags, environment=environment)
+        command = [folder / "ranks", library, version, pairs, messages, largest, 1]
+        done = run_command(*command, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stderr
 
