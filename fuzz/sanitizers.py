@@ -19,7 +19,7 @@ from fuzz.targets import TARGETS
 
 TREE = Path("build/sanitized")
 THREADS_TREE = Path("build/sanitized-threads")
-# What goes through compiled code: kernels, slots, loops, flights, casts and ZMTP.
+# What goes through compiled code: kernels, slots, loops, flights, casts, ZMTP and NCCL's plug-in.
 TESTS = (
     "tests/kernels",
     "tests/engine/test_engine.py",
@@ -35,6 +35,7 @@ TESTS = (
     "tests/worker_client/test_tensor_queue.py",
     "tests/transport",
     "tests/zmtp",
+    "tests/nccl",
     "tests/fuzz",
 )
 # Of these, the ones that reach the most of it in a minute.
@@ -47,14 +48,17 @@ SHORT_TESTS = (
     "tests/transport/test_pairs.py",
     "tests/transport/test_resume.py",
     "tests/zmtp/test_codec.py",
+    "tests/nccl/test_point_to_point.py",
 )
 # What several threads of one process use: heartbeats beside the loops, pairs between a reducer's
-# threads and a worker's, a client's callers beside its own thread.
+# threads and a worker's, a client's callers beside its own thread, and NCCL's.
 THREADED_TESTS = (
     "tests/transport",
     "tests/worker_client/test_driver.py",
     "tests/worker_client/test_caller_lead.py",
     "tests/worker_client/test_core.py",
+    "tests/nccl/test_collective.py",
+    "tests/nccl/test_point_to_point.py",
 )
 _COPIED = (
     *("reducer", "worker_client", "fuzz", "tests", "torture"),

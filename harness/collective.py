@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,8 @@ from harness import ROOT, HarnessError
 from harness.oracle import half, widen
 from worker_client.commands.demo.ranks import pipe
 
-SOURCES = [
-    *(f"worker_client/nccl/{name}.c" for name in ("collective", "interpreter")),
-    "tests/nccl/stub.c",
-]
+PLUGIN = ROOT / "worker_client/nccl/libnccl-net-reduction.so"
+VERSIONS = (8, 9, 10, 11, 12)  # of its tables
 HARNESS = "tests/nccl/harness_collective.c"
 # NCCL's numbers of what reducers have: how values are stored, and the type as oracles call it.
 DTYPES = {
@@ -51,27 +49,31 @@ _DRAWN: dict[int, tuple[Any, int, int]] = {
 
 @dataclass(frozen=True)
 class Built:
-    """What was compiled: the plug-in's part, and nodes as a program and as a library."""
+    """What was compiled: nodes as a program and as a library."""
 
-    plugin: Path
     program: Path
     library: Path
 
 
-def build(folder: Path, *flags: str) -> Built:
-    """Compile all of it, with further flags, such as a sanitizer's."""
-    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
-    flags = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-pthread", *flags)
-    built = Built(folder / "plugin.so", folder / "node", folder / "node.so")
-    shared = ["-shared", "-fPIC"]
-    for output, sources, more in (
-        (built.plugin, SOURCES, shared),
-        (built.program, [HARNESS], []),
-        (built.library, [HARNESS], shared),
-    ):
-        command = [*compiler, *flags, *more, f"-I{ROOT}", *sources, "-o", output, "-ldl"]
-        subprocess.run(command, check=True, cwd=ROOT)
+def build(folder: Path) -> Built:
+    """Compile nodes; the plug-in is the one that is installed."""
+    built = Built(folder / "node", folder / "node.so")
+    compile_c(built.program, HARNESS)
+    compile_c(built.library, HARNESS, flags=["-shared", "-fPIC"])
     return built
+
+
+def compile_c(
+    output: Path,
+    *sources: str,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Compile sources of this checkout, optimized and with warnings as errors."""
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()
+    always = ["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-pthread"]
+    command = [*compiler, *always, *flags, f"-I{ROOT}", *sources, "-o", output, "-ldl"]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment)
 
 
 def draw(dtype: int, rank: int, count: int) -> np.ndarray[Any, Any]:
@@ -109,10 +111,22 @@ def write_inputs(folder: Path, ranks: int, nbytes: int, dtypes: Any = DTYPES) ->
 
 @dataclass(frozen=True)
 class Calls:
-    """What nodes are to do; `fixed`: each call has `most_bytes`; `dtype` -1: any."""
+    """What nodes are to do.
+
+    Attributes:
+        calls: how many, in each life.
+        most_bytes: of a call; with `fixed`, of each.
+        version: of the table that they call.
+        ahead: most in flight.
+        communicators: that take turns.
+        lives: how often a node connects, makes its calls and closes.
+        dtype: of each call, by NCCL's number; -1: any.
+        seed: of calls, and of the order in which requests are tested.
+    """
 
     calls: int
     most_bytes: int
+    version: int = VERSIONS[-1]
     ahead: int = 8
     communicators: int = 1
     lives: int = 1
@@ -210,9 +224,9 @@ class Nodes:
             its = (plans or {}).get(rank, plan)
             told = [its.communicators, its.lives, its.calls, its.ahead, its.most_bytes]
             told += [int(its.fixed), its.dtype, its.seed]
-            command = [*start, str(built.plugin), str(folder), str(rank), str(ranks)]
+            command = [*start, PLUGIN, its.version, folder, rank, ranks, *told]
             environment = {**environments(), **settings, **per_rank(rank)}
-            self.nodes.append(Node([*command, *map(str, told)], environment))
+            self.nodes.append(Node([*map(str, command)], environment))
 
     def __enter__(self) -> Nodes:
         for rank, node in enumerate(self.nodes):
@@ -300,4 +314,5 @@ def environments() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), *packages]),
         "REDUCTION_LIBPYTHON": f"{folder}/{name}",
         "REDUCTION_TIMEOUT": "30s",
+        "NCCL_SOCKET_IFNAME": "lo",
     }

@@ -1,44 +1,36 @@
 /* What NCCL's proxy does with a collective network, in a thread that no interpreter knows.
  *
- * It is a program, or a library for one that has Python. It tells lines on standard output and is told
- * lines on standard input: in each life it tells the handles of its communicators and is told those of
- * all ranks, makes its calls, tells what came of them, is told to go on, and closes. All ranks draw the
- * same calls. Call i adds up, or the like, a part of the ranks' inputs of its dtype, and each bit of the
- * result is compared with that part of what the test's oracle has made of them.
+ * It calls the functions of the plug-in's table of one version, in NCCL's order. It is a program, or a
+ * library for one that has Python. It tells lines on standard output and is told lines on standard
+ * input: in each life it tells the handles of its communicators and is told those of all ranks, makes
+ * its calls, tells what came of them, is told to go on, and closes. All ranks draw the same calls. Call
+ * i adds up, or the like, a part of the ranks' inputs of its dtype, and each bit of the result is
+ * compared with that part of what the test's oracle has made of them.
  */
-#include <dlfcn.h>
-#include <errno.h>
+#include "tests/nccl/harness.h"
+
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
-enum { HANDLE_BYTES = 128, MOST_RANKS = 64, MOST_AHEAD = 256, MOST_COMMUNICATORS = 4, DTYPES = 10 };
-enum { OPS = 4, TOLD_EVERY = 50 };
+enum { MOST_RANKS = 64, MOST_COMMUNICATORS = 4, DTYPES = 10, OPS = 4, TOLD_EVERY = 50 };
 static const size_t SIZES[DTYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
-struct table {
-    int (*devices)(int *);
-    int (*listen)(int, void *, void **);
-    int (*connect)(void *[], int, int, void *, void **);
-    int (*supports)(int, int, int *);
-    int (*all_reduce)(void *, const void *, void *, size_t, int, int, void **);
-    int (*test)(void *, int *, int *);
-    int (*close)(void *);
-    int (*close_listener)(void *);
+/* One of NCCL's communicators, as its proxy has it. */
+struct network {
+    void *context; /* since version 11 */
+    void *listener, *communicator;
 };
 
 /* What is told on the command line. */
 struct plan {
     const char *library, *folder;
+    int version; /* of the table */
     int rank, ranks, communicators, lives;
     long calls;
     int ahead;            /* most in flight */
@@ -54,48 +46,53 @@ struct part {
 };
 
 struct slot {
-    void *request;
+    void *request, *sent_memory, *received_memory;
     unsigned char *sent, *received;
     const unsigned char *expected;
     size_t nbytes;
 };
+
+/* The plug-in's, of one version. */
+static const struct collective_table *table;
 
 struct outcome {
     long done, blocked, wrong;
     int error;
 };
 
-static void load(struct table *table, const char *library)
+/* -- what differs between versions ------------------------------------------------------------ */
+
+static int init(const struct plan *plan, struct network *network)
 {
-    void *opened = dlopen(library, RTLD_NOW | RTLD_LOCAL);
-    if (opened == NULL) {
-        fprintf(stderr, "%s\n", dlerror());
-        exit(2);
-    }
-    *(void **)&table->devices = dlsym(opened, "collective_devices");
-    *(void **)&table->listen = dlsym(opened, "collective_listen");
-    *(void **)&table->connect = dlsym(opened, "collective_connect");
-    *(void **)&table->supports = dlsym(opened, "collective_supports");
-    *(void **)&table->all_reduce = dlsym(opened, "collective_all_reduce");
-    *(void **)&table->test = dlsym(opened, "collective_test");
-    *(void **)&table->close = dlsym(opened, "collective_close");
-    *(void **)&table->close_listener = dlsym(opened, "collective_close_listener");
+    if (plan->version < 11)
+        return table->init.v8(log_line);
+    return table->init.v11(&network->context, 7, log_line);
 }
 
-static uint64_t draw(uint64_t *state) /* splitmix64 */
+static int listen_there(const struct plan *plan, struct network *network, void *handle)
 {
-    uint64_t drawn = *state += UINT64_C(0x9E3779B97F4A7C15);
-    drawn = (drawn ^ drawn >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
-    drawn = (drawn ^ drawn >> 27) * UINT64_C(0x94D049BB133111EB);
-    return drawn ^ drawn >> 31;
+    if (plan->version < 11)
+        return table->listen.v8(0, handle, &network->listener);
+    return table->listen.v11(network->context, 0, handle, &network->listener);
 }
 
-static double seconds(clockid_t clock)
+static int all_reduce(const struct plan *plan, const struct network *network, struct slot *slot,
+                      void *from, size_t count, int dtype, int op)
 {
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+    void *in = slot->sent_memory, *out = slot->received_memory;
+    if (plan->version < 9)
+        return table->all_reduce.v8(network->communicator, from, slot->received, (int)count, dtype,
+                                    op, in, out, &slot->request);
+    return table->all_reduce.v9(network->communicator, from, slot->received, count, dtype, op, in,
+                                out, &slot->request);
 }
+
+static int finalize(const struct plan *plan, const struct network *network)
+{
+    return plan->version < 11 ? SUCCESS : table->finalize(network->context);
+}
+
+/* -------------------------------------------------------------------------------------------- */
 
 static struct part map(const char *folder, const char *name)
 {
@@ -126,32 +123,35 @@ static bool hear(char *line, size_t room)
 }
 
 /* Connects one communicator for each line of all ranks' handles that is told. */
-static int connect_all(const struct table *table, const struct plan *plan, void *communicators[])
+static int connect_all(const struct plan *plan, struct network networks[])
 {
     static unsigned char own[MOST_COMMUNICATORS * HANDLE_BYTES];
     static unsigned char all[MOST_RANKS * HANDLE_BYTES];
     static char line[2 * sizeof all + 2];
-    void *listeners[MOST_COMMUNICATORS], *handles[MOST_RANKS];
-    for (int at = 0; at < plan->communicators; at++) {
-        int error = table->listen(0, own + at * HANDLE_BYTES, &listeners[at]);
-        if (error != 0)
-            return error;
-    }
+    void *handles[MOST_RANKS];
+    int error = SUCCESS;
+    for (int at = 0; at < plan->communicators && error == SUCCESS; at++)
+        if ((error = init(plan, &networks[at])) == SUCCESS)
+            error = listen_there(plan, &networks[at], own + at * HANDLE_BYTES);
+    if (error != SUCCESS)
+        return error;
     tell_handles(own, plan->communicators);
     for (int at = 0; at < plan->communicators; at++) {
+        struct network *network = &networks[at];
         if (!hear(line, sizeof line))
             return -1;
         for (int byte = 0; byte < plan->ranks * HANDLE_BYTES; byte++)
             sscanf(line + 2 * byte, "%2hhx", &all[byte]);
         for (int rank = 0; rank < plan->ranks; rank++)
             handles[rank] = all + rank * HANDLE_BYTES;
-        int error = table->connect(handles, plan->ranks, plan->rank, listeners[at],
-                                   &communicators[at]);
-        if (error != 0)
+        error = table->connect(handles, plan->ranks, plan->rank, network->listener,
+                               &network->communicator);
+        if (error == SUCCESS)
+            error = table->close_listener(network->listener);
+        if (error != SUCCESS)
             return error;
-        table->close_listener(listeners[at]);
     }
-    return 0;
+    return SUCCESS;
 }
 
 struct inputs {
@@ -188,20 +188,18 @@ static struct call draw_call(const struct plan *plan, const struct inputs *input
     } while (inputs->expected[call.dtype][call.op].data == NULL);
     size_t size = SIZES[call.dtype], most = plan->most_bytes / size;
     size_t room = inputs->sent[call.dtype].nbytes / size;
-    /* Most are small, as a sum of many tensors ends with a small rest. */
-    size_t bound = draw(state) % 4 == 0 ? most : (most > 4096 ? 4096 : most);
-    call.count = plan->fixed ? most : 1 + draw(state) % bound;
+    call.count = plan->fixed ? most : draw_count(most, state);
     call.offset = draw(state) % (room - call.count + 1);
     call.in_place = !plan->fixed && draw(state) % 4 == 0;
     return call;
 }
 
 /* Whether a request has ended, well or badly. */
-static bool ends(const struct table *table, struct slot *slot, struct outcome *outcome)
+static bool ends(struct slot *slot, struct outcome *outcome)
 {
     int done = 0, nbytes = -1;
     int error = table->test(slot->request, &done, &nbytes);
-    if (error != 0) {
+    if (error != SUCCESS) {
         outcome->error = error;
         return true;
     }
@@ -218,35 +216,65 @@ static bool ends(const struct table *table, struct slot *slot, struct outcome *o
     return true;
 }
 
+/* Makes the buffers of all that is in flight, which communicators have in turn. */
+static struct slot *make_slots(const struct plan *plan, const struct network networks[])
+{
+    struct slot *slots = calloc((size_t)plan->ahead, sizeof *slots);
+    for (int at = 0; at < plan->ahead; at++) {
+        struct slot *slot = &slots[at];
+        void *communicator = networks[at % plan->communicators].communicator, *of_device;
+        slot->sent = malloc(plan->most_bytes);
+        slot->received = malloc(plan->most_bytes);
+        if (table->register_memory(communicator, slot->sent, plan->most_bytes, HOST,
+                                   &slot->sent_memory) != SUCCESS ||
+            table->register_memory(communicator, slot->received, plan->most_bytes, HOST,
+                                   &slot->received_memory) != SUCCESS ||
+            table->register_memory(communicator, slot->sent, plan->most_bytes, CUDA,
+                                   &of_device) == SUCCESS)
+            exit(4);
+    }
+    return slots;
+}
+
+static void free_slots(const struct plan *plan, const struct network networks[],
+                       struct slot *slots)
+{
+    for (int at = 0; at < plan->ahead; at++) {
+        void *communicator = networks[at % plan->communicators].communicator;
+        if (table->deregister_memory(communicator, slots[at].sent_memory) != SUCCESS ||
+            table->deregister_memory(communicator, slots[at].received_memory) != SUCCESS)
+            exit(4);
+        free(slots[at].sent);
+        free(slots[at].received);
+    }
+    free(slots);
+}
+
 /* Makes all calls, and looks at what is in flight in any order. */
-static struct outcome make_calls(const struct table *table, const struct plan *plan,
-                                 const struct inputs *inputs, void *communicators[])
+static struct outcome make_calls(const struct plan *plan, const struct inputs *inputs,
+                                 const struct network networks[], struct slot slots[])
 {
     struct outcome outcome = {0};
-    struct slot *slots = calloc((size_t)plan->ahead, sizeof *slots);
     uint64_t calls = plan->seed, looks = plan->seed + (uint64_t)plan->rank + 1;
-    for (int at = 0; at < plan->ahead; at++) {
-        slots[at].sent = malloc(plan->most_bytes);
-        slots[at].received = malloc(plan->most_bytes);
-    }
     long begun = 0;
     struct call call = draw_call(plan, inputs, &calls);
-    while (outcome.done < plan->calls && outcome.error == 0) {
-        struct slot *slot = &slots[draw(&looks) % (uint64_t)plan->ahead];
+    while (outcome.done < plan->calls && outcome.error == SUCCESS) {
+        uint64_t at = draw(&looks) % (uint64_t)plan->ahead;
+        const struct network *network = &networks[begun % plan->communicators];
+        struct slot *slot = &slots[at];
         if (slot->request != NULL) {
-            ends(table, slot, &outcome);
+            ends(slot, &outcome);
             continue;
         }
-        if (begun == plan->calls)
+        if (begun == plan->calls || network != &networks[at % (uint64_t)plan->communicators])
             continue;
         size_t start = call.offset * SIZES[call.dtype];
         unsigned char *from = call.in_place ? slot->received : slot->sent;
         slot->nbytes = call.count * SIZES[call.dtype];
         slot->expected = inputs->expected[call.dtype][call.op].data + start;
         memcpy(from, inputs->sent[call.dtype].data + start, slot->nbytes);
-        outcome.error = table->all_reduce(communicators[begun % plan->communicators], from,
-                                          slot->received, call.count, call.dtype, call.op,
-                                          &slot->request);
+        outcome.error =
+            all_reduce(plan, network, slot, from, call.count, call.dtype, call.op);
         if (slot->request == NULL) {
             outcome.blocked++;
             continue; /* the same call again, later */
@@ -254,12 +282,6 @@ static struct outcome make_calls(const struct table *table, const struct plan *p
         begun++;
         call = draw_call(plan, inputs, &calls);
     }
-    if (outcome.error == 0) /* else reducers may still write to them until the end */
-        for (int at = 0; at < plan->ahead; at++) {
-            free(slots[at].sent);
-            free(slots[at].received);
-        }
-    free(slots);
     return outcome;
 }
 
@@ -282,58 +304,72 @@ static long resident_pages(void)
     return resident;
 }
 
-static bool live(const struct table *table, const struct plan *plan, const struct inputs *inputs)
+static bool live(const struct plan *plan, const struct inputs *inputs)
 {
-    void *communicators[MOST_COMMUNICATORS] = {NULL};
+    struct network networks[MOST_COMMUNICATORS] = {{NULL}};
     char line[64];
-    int refused = connect_all(table, plan, communicators);
-    if (refused != 0) {
+    int refused = connect_all(plan, networks);
+    if (refused != SUCCESS) {
         printf("refused %d\n", refused);
         fflush(stdout);
         return false;
     }
+    struct slot *slots = make_slots(plan, networks);
     double since = seconds(CLOCK_MONOTONIC), cpu = seconds(CLOCK_PROCESS_CPUTIME_ID);
-    struct outcome outcome = make_calls(table, plan, inputs, communicators);
+    struct outcome outcome = make_calls(plan, inputs, networks, slots);
     printf("done %ld %ld %ld %d %.6f %.6f\n", outcome.done, outcome.blocked, outcome.wrong,
            outcome.error, seconds(CLOCK_MONOTONIC) - since,
            seconds(CLOCK_PROCESS_CPUTIME_ID) - cpu);
     fflush(stdout);
     bool told = hear(line, sizeof line);
+    if (outcome.error == SUCCESS) /* else reducers may still write to them until the end */
+        free_slots(plan, networks, slots);
     for (int at = 0; at < plan->communicators; at++)
-        table->close(communicators[at]);
+        if (table->close(networks[at].communicator) != SUCCESS ||
+            finalize(plan, &networks[at]) != SUCCESS)
+            exit(4);
     printf("closed %ld %ld\n", open_files(), resident_pages());
     fflush(stdout);
-    return told && outcome.error == 0;
+    return told && outcome.error == SUCCESS;
+}
+
+/* What NCCL asks before it has a collective network of the table. */
+static bool is_usable(void)
+{
+    struct properties properties;
+    int devices = 0, supported = 1;
+    return table->devices(&devices) == SUCCESS && devices == 1 &&
+           table->properties(0, &properties) == SUCCESS && strcmp(properties.name, "lo") == 0 &&
+           properties.pointers == HOST && table->supports(3, 0, &supported) == SUCCESS &&
+           !supported && table->supports(7, 0, &supported) == SUCCESS && supported;
 }
 
 int main(int count, char *arguments[])
 {
-    if (count != 13)
+    if (count != 14)
         return 2;
     struct plan plan = {
         .library = arguments[1],
-        .folder = arguments[2],
-        .rank = atoi(arguments[3]),
-        .ranks = atoi(arguments[4]),
-        .communicators = atoi(arguments[5]),
-        .lives = atoi(arguments[6]),
-        .calls = atol(arguments[7]),
-        .ahead = atoi(arguments[8]),
-        .most_bytes = (size_t)atol(arguments[9]),
-        .fixed = atoi(arguments[10]),
-        .dtype = atoi(arguments[11]),
-        .seed = (uint64_t)atol(arguments[12]),
+        .version = atoi(arguments[2]),
+        .folder = arguments[3],
+        .rank = atoi(arguments[4]),
+        .ranks = atoi(arguments[5]),
+        .communicators = atoi(arguments[6]),
+        .lives = atoi(arguments[7]),
+        .calls = atol(arguments[8]),
+        .ahead = atoi(arguments[9]),
+        .most_bytes = (size_t)atol(arguments[10]),
+        .fixed = atoi(arguments[11]),
+        .dtype = atoi(arguments[12]),
+        .seed = (uint64_t)atol(arguments[13]),
     };
-    struct table table = {0};
     struct inputs inputs;
-    load(&table, plan.library);
+    table = open_table(plan.library, "ncclCollNetPlugin", plan.version);
     read_inputs(&inputs, &plan);
-    int devices = 0, supported = 1;
-    if (table.devices(&devices) != 0 || devices < 1 || table.supports(3, 0, &supported) != 0 ||
-        supported || table.supports(7, 0, &supported) != 0 || !supported)
+    if (!is_usable())
         return 3;
     for (int life = 0; life < plan.lives; life++)
-        if (!live(&table, &plan, &inputs))
+        if (!live(&plan, &inputs))
             return 1;
     return 0;
 }

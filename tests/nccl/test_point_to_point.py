@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import time
 from ctypes import byref
 from ctypes import c_void_p as pointer
@@ -16,11 +17,15 @@ import numpy as np
 import psutil
 import pytest
 
+from harness.collective import compile_c
+from tests.commands import run_command
 from tests.nccl import tables
 from tests.nccl.tables import VERSIONS, Net, PluginError
 from tests.waits import eventually, within_s
 
 KIB, MIB = 1 << 10, 1 << 20
+THREADS = "tests/nccl/harness_point_to_point.c"
+SOURCES = [str(path) for path in tables.path().parent.glob("*.c")]
 EDGES = [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 16 * KIB * 4 + 3, MIB, 4 * MIB + 5]
 
 
@@ -107,13 +112,76 @@ def test_messages_arrive_whole_and_in_order(pair):
     exchange(*pair, sizes=[*EDGES, *EDGES[::-1], *[3] * 40])
 
 
-@pytest.mark.extended
-def test_ten_thousand_messages_arrive(newest):
-    dice = random.Random(1)
-    for batch in range(100):
-        sizes = [int(2 ** dice.uniform(0, 20)) - 1 for _ in range(100)]
-        exchange(*newest, sizes=sizes, ahead=32, seed=batch)
-    exchange(*newest, sizes=[256 * MIB, 0, 256 * MIB - 1], ahead=3)
+@pytest.fixture(scope="module")
+def threads(tmp_path_factory):
+    """Runs ranks that are threads of a program, with a sanitizer or none; what they have said."""
+    own = ("LD_PRELOAD", "ASAN_OPTIONS", "TSAN_OPTIONS", "UBSAN_OPTIONS")  # under `make sanitize`
+    others = {name: value for name, value in os.environ.items() if name not in own}
+
+    def run(version, pairs, messages, largest, sanitizer=""):
+        folder = tmp_path_factory.getbasetemp() / f"threads-{sanitizer}"
+        environment = {**others, "UBSAN_OPTIONS": "halt_on_error=1"} if sanitizer else os.environ
+        watched = ["-g", f"-fsanitize={sanitizer}"] if sanitizer else []
+        library = folder / "plugin.so" if sanitizer else tables.path()
+        if not folder.exists():
+            folder.mkdir()
+            compile_c(folder / "ranks", THREADS, flags=watched, environment=environment)
+            if sanitizer:
+                flags = [*watched, "-shared", "-fPIC", "-fvisibility=hidden"]
+                compile_c(library, *SOURCES, flags=flags, environment=environment)
+        command = [folder / "ranks", library, version, pairs, messages, largest, 1]
+        done = run_command(*command, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_ranks_that_are_threads_hear_all_and_that_one_has_closed(threads, version):
+    said = threads(version, 4, 300, MIB)
+    assert said.count("it has closed the connection") == 2
+    assert said.count("sending to another rank: ") == 2
+
+
+@pytest.mark.extended("test_ranks_that_are_threads_hear_all_and_that_one_has_closed")
+def test_ten_thousand_messages_arrive(threads):
+    threads(VERSIONS[-1], 2, 10_000, 256 * MIB)
+
+
+@pytest.mark.extended("test_ranks_that_are_threads_hear_all_and_that_one_has_closed")
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_a_sanitizer_finds_nothing(threads, sanitizer):
+    for version in VERSIONS:
+        threads(version, 4, 300, MIB, sanitizer)
+
+
+def test_other_streams_may_be_ahead_of_the_first(net):
+    """That one tells lengths, and still brings the rest of a message when others bring the next."""
+    handle, listener = net.listen()
+    *_, one = (c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN)
+    first, *others = streams = [socket.create_connection(one.laddr) for _ in range(4)]
+    for at, stream in enumerate(streams):
+        stream.sendall(struct.pack("=16sQII", handle.raw[8:24], 1, at, len(streams)))
+    while (receiver := net.accept(listener)) is None:
+        time.sleep(0.001)
+    messages = np.random.default_rng(1).integers(0, 256, (2, 4, 32 * KIB), np.uint8)
+    targets = np.zeros((2, 128 * KIB), np.uint8)
+    requests = [net.receive(receiver, target) for target in targets]
+    header = struct.pack("=Qq", targets[0].nbytes, 0)
+    first.sendall(header + messages[0, 0, :9].tobytes())
+    for at, stream in enumerate(others, 1):
+        stream.sendall(messages[:, at].tobytes())
+    for _ in range(100):
+        assert net.test(requests[1]) is None
+    first.sendall(messages[0, 0, 9:].tobytes() + header + messages[1, 0].tobytes())
+    for request in requests:
+        assert ended(net, request) == targets[0].nbytes
+    assert (targets.ravel() == messages.ravel()).all()
+    net.table.close_receiver(receiver)
+    net.table.close_listener(listener)
+    for stream in streams:
+        stream.close()
 
 
 def test_no_more_than_nccl_asks_for_are_in_flight(newest):

@@ -34,161 +34,112 @@ struct nccl_properties_v8 {
     int max_connections, max_receives, offload, offload_version;
 };
 
-/* Version 11 begins with those of 9 and 10, with the same devices. */
-struct nccl_properties_v11 {
-    const char *name, *pci_path;
-    uint64_t guid;
-    int pointers, registration_is_global, force_flush, speed_mbit, port;
-    float latency_us;
-    int max_connections, max_receives, offload, offload_version;
-    struct {
-        int count, devices[4];
-    } merged;
+#define NCCL_PROPERTIES(most_merged)                                                               \
+    const char *name, *pci_path;                                                                   \
+    uint64_t guid;                                                                                 \
+    int pointers, registration_is_global, force_flush, speed_mbit, port;                           \
+    float latency_us;                                                                              \
+    int max_connections, max_receives, offload, offload_version;                                   \
+    struct {                                                                                       \
+        int count, devices[most_merged];                                                           \
+    } merged;                                                                                      \
     size_t max_message, max_collective;
-    int max_requests_of_one; /* since version 11 */
+
+struct nccl_properties_v9 { /* and version 10 */
+    NCCL_PROPERTIES(4)
+};
+
+struct nccl_properties_v11 {
+    NCCL_PROPERTIES(4)
+    int max_requests_of_one;
 };
 
 struct nccl_properties_v12 {
-    const char *name, *pci_path;
-    uint64_t guid;
-    int pointers, registration_is_global, force_flush, speed_mbit, port;
-    float latency_us;
-    int max_connections, max_receives, offload, offload_version;
-    struct {
-        int count, devices[8];
-    } merged;
-    size_t max_message, max_collective;
+    NCCL_PROPERTIES(8)
     int max_requests_of_one;
     int16_t rail, plane;
 };
 
-/* How a table begins, how it sets up and sends, and how it ends, which differ between versions; the
- * rest does not. Functions that we have not are of no type. */
+/* All versions have the same functions in the same places; some take other arguments since a version.
+ * An older version's table ends earlier. Functions that we have not are of no type. */
 #define NCCL_REGISTER                                                                              \
     int (*register_memory)(void *connection, void *data, size_t nbytes, int kind, void **memory);  \
     void *register_dma_buffer;                                                                     \
     int (*deregister_memory)(void *connection, void *memory);
 
-#define NCCL_NET_END                                                                               \
-    void *flush;                                                                                   \
-    int (*test)(void *request, int *done, int *sizes);                                             \
-    int (*close_sender)(void *sender);                                                             \
-    int (*close_receiver)(void *receiver);                                                         \
-    int (*close_listener)(void *listener);                                                         \
-    void *get_device_memory, *receive_consumed;
+#define NCCL_LISTEN                                                                                \
+    union {                                                                                        \
+        int (*v8)(int device, void *handle, void **listener);                                      \
+        int (*v11)(void *context, int device, void *handle, void **listener);                      \
+    } listen;
 
-#define NCCL_REDUCE(count_type)                                                                    \
-    int (*connect)(void *handles[], int ranks, int rank, void *listener, void **communicator);     \
-    int (*supports)(int dtype, int op, int *supported);                                            \
-    NCCL_REGISTER                                                                                  \
-    int (*all_reduce)(void *communicator, void *sent, void *received, count_type count, int dtype, \
-                      int op, void *sent_memory, void *received_memory, void **request);           \
-    void *all_gather, *reduce_scatter, *flush;                                                     \
-    int (*test)(void *request, int *done, int *nbytes);                                            \
-    int (*close)(void *communicator);                                                              \
-    int (*close_listener)(void *listener);
-
-#define NCCL_ACCEPT int (*accept)(void *listener, void **receiver, void **offloaded);
-
-struct nccl_net_v8 {
+struct nccl_net {
     const char *name;
-    int (*init)(nccl_log log);
+    union {
+        int (*v8)(nccl_log log);
+        int (*v10)(nccl_log log, void *profiler);
+        int (*v11)(void **context, uint64_t communicator, void *config, nccl_log log,
+                   void *profiler);
+    } init;
     int (*devices)(int *count);
-    int (*properties)(int device, struct nccl_properties_v8 *properties);
-    int (*listen)(int device, void *handle, void **listener);
-    int (*connect)(int device, void *handle, void **sender, void **offloaded);
-    NCCL_ACCEPT
+    int (*properties)(int device, void *properties);
+    NCCL_LISTEN
+    union {
+        int (*v8)(int device, void *handle, void **sender, void **offloaded);
+        int (*v10)(int device, void *config, void *handle, void **sender, void **offloaded);
+        int (*v11)(void *context, int device, void *handle, void **sender, void **offloaded);
+    } connect;
+    int (*accept)(void *listener, void **receiver, void **offloaded);
     NCCL_REGISTER
-    int (*send)(void *sender, void *data, int nbytes, int tag, void *memory, void **request);
-    int (*receive)(void *receiver, int count, void **data, int *nbytes, int *tags, void **memory,
+    union {
+        int (*v8)(void *sender, void *data, int nbytes, int tag, void *memory, void **request);
+        int (*v9)(void *sender, void *data, size_t nbytes, int tag, void *memory, void **request);
+        int (*v10)(void *sender, void *data, size_t nbytes, int tag, void *memory, void *profiled,
                    void **request);
-    NCCL_NET_END
-};
-
-struct nccl_net_v9 {
-    const char *name;
-    int (*init)(nccl_log log);
-    int (*devices)(int *count);
-    int (*properties)(int device, void *properties);
-    int (*listen)(int device, void *handle, void **listener);
-    int (*connect)(int device, void *handle, void **sender, void **offloaded);
-    NCCL_ACCEPT
-    NCCL_REGISTER
-    int (*send)(void *sender, void *data, size_t nbytes, int tag, void *memory, void **request);
-    int (*receive)(void *receiver, int count, void **data, size_t *nbytes, int *tags,
-                   void **memory, void **request);
-    NCCL_NET_END
-    void *merge_devices;
-};
-
-/* Since version 10 NCCL hands over what a profiler knows a request by. */
-#define NCCL_PROFILED_TRANSFERS                                                                    \
-    int (*send)(void *sender, void *data, size_t nbytes, int tag, void *memory, void *profiled,    \
-                void **request);                                                                   \
-    int (*receive)(void *receiver, int count, void **data, size_t *nbytes, int *tags,              \
+    } send;
+    union {
+        int (*v8)(void *receiver, int count, void **data, int *nbytes, int *tags, void **memory,
+                  void **request);
+        int (*v9)(void *receiver, int count, void **data, size_t *nbytes, int *tags,
+                  void **memory, void **request);
+        int (*v10)(void *receiver, int count, void **data, size_t *nbytes, int *tags,
                    void **memory, void **profiled, void **request);
-
-struct nccl_net_v10 {
-    const char *name;
-    int (*init)(nccl_log log, void *profiler);
-    int (*devices)(int *count);
-    int (*properties)(int device, void *properties);
-    int (*listen)(int device, void *handle, void **listener);
-    int (*connect)(int device, void *config, void *handle, void **sender, void **offloaded);
-    NCCL_ACCEPT
-    NCCL_REGISTER
-    NCCL_PROFILED_TRANSFERS
-    NCCL_NET_END
-    void *merge_devices;
-};
-
-/* And version 12. */
-struct nccl_net_v11 {
-    const char *name;
-    int (*init)(void **context, uint64_t communicator, void *config, nccl_log log, void *profiler);
-    int (*devices)(int *count);
-    int (*properties)(int device, void *properties);
-    int (*listen)(void *context, int device, void *handle, void **listener);
-    int (*connect)(void *context, int device, void *handle, void **sender, void **offloaded);
-    NCCL_ACCEPT
-    NCCL_REGISTER
-    NCCL_PROFILED_TRANSFERS
-    NCCL_NET_END
-    void *merge_devices;
-    int (*finalize)(void *context);
+    } receive;
+    void *flush;
+    int (*test)(void *request, int *done, int *nbytes);
+    int (*close_sender)(void *sender);
+    int (*close_receiver)(void *receiver);
+    int (*close_listener)(void *listener);
+    void *get_device_memory, *receive_consumed;
+    void *merge_devices;            /* since version 9 */
+    int (*finalize)(void *context); /* since version 11 */
     void *set_attributes;
 };
 
-struct nccl_collective_v8 {
+struct nccl_collective {
     const char *name;
-    int (*init)(nccl_log log);
-    int (*devices)(int *count);
-    int (*properties)(int device, struct nccl_properties_v8 *properties);
-    int (*listen)(int device, void *handle, void **listener);
-    NCCL_REDUCE(int)
-};
-
-/* And version 10. */
-struct nccl_collective_v9 {
-    const char *name;
-    int (*init)(nccl_log log);
+    union {
+        int (*v8)(nccl_log log);
+        int (*v11)(void **context, uint64_t communicator, nccl_log log);
+    } init;
     int (*devices)(int *count);
     int (*properties)(int device, void *properties);
-    int (*listen)(int device, void *handle, void **listener);
-    NCCL_REDUCE(size_t)
-    void *merge_devices;
-};
-
-/* And version 12. */
-struct nccl_collective_v11 {
-    const char *name;
-    int (*init)(void **context, uint64_t communicator, nccl_log log);
-    int (*devices)(int *count);
-    int (*properties)(int device, void *properties);
-    int (*listen)(void *context, int device, void *handle, void **listener);
-    NCCL_REDUCE(size_t)
-    void *merge_devices;
-    int (*finalize)(void *context);
+    NCCL_LISTEN
+    int (*connect)(void *handles[], int ranks, int rank, void *listener, void **communicator);
+    int (*supports)(int dtype, int op, int *supported);
+    NCCL_REGISTER
+    union {
+        int (*v8)(void *communicator, void *sent, void *received, int count, int dtype, int op,
+                  void *sent_memory, void *received_memory, void **request);
+        int (*v9)(void *communicator, void *sent, void *received, size_t count, int dtype, int op,
+                  void *sent_memory, void *received_memory, void **request);
+    } all_reduce;
+    void *all_gather, *reduce_scatter, *flush;
+    int (*test)(void *request, int *done, int *nbytes);
+    int (*close)(void *communicator);
+    int (*close_listener)(void *listener);
+    void *merge_devices;            /* since version 9 */
+    int (*finalize)(void *context); /* since version 11 */
 };
 
 #endif

@@ -3,15 +3,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "interfaces.h"
 #include "interpreter.h"
 #include "plugin.h"
 #include "worker_client/runtime/core.h"
 
-/* NCCL's results. */
-enum { SUCCESS = 0, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3, INVALID_ARGUMENT = 4, REMOTE_ERROR = 6 };
-enum { HANDLE_BYTES = 128, WORDS_BYTES = 512 };
-enum { REQUESTS = 64 }; /* NCCL has 8 of one operation in flight, and few operations at a time */
-enum { READ_ONLY = 0x100 }; /* PyBUF_READ */
+enum {
+    REQUESTS = 64, /* NCCL has 8 of one operation in flight, and few operations at a time */
+    WORDS_BYTES = 512,
+    READ_ONLY = 0x100, /* PyBUF_READ */
+};
 
 /* A reducer's codes (constants.py, `DType` and `ReduceOp`) by NCCL's; 0: it has none. */
 static const uint8_t DTYPES[] = {5, 8, 6, 0, 7, 0, 3, 1, 2, 4};
@@ -41,14 +42,14 @@ struct communicator {
 int collective_devices(int *count)
 {
     *count = 1;
-    return SUCCESS;
+    return NCCL_SUCCESS;
 }
 
 int collective_supports(int dtype, int op, int *supported)
 {
     bool known = dtype >= 0 && (size_t)dtype < sizeof DTYPES && op >= 0 && (size_t)op < sizeof OPS;
     *supported = known && DTYPES[dtype] != 0;
-    return SUCCESS;
+    return NCCL_SUCCESS;
 }
 
 /* -- setting up ------------------------------------------------------------------------------ */
@@ -56,20 +57,21 @@ int collective_supports(int dtype, int op, int *supported)
 int collective_listen(int device, void *handle, void **listener)
 {
     int state;
-    struct listener *made = calloc(1, sizeof *made);
+    const struct interface *way = interfaces_get(device);
+    struct listener *made = way == NULL ? NULL : calloc(1, sizeof *made);
     const struct interpreter *python = made == NULL ? NULL : interpreter_enter(&state);
     if (python == NULL) {
         free(made);
-        return SYSTEM_ERROR;
+        return NCCL_SYSTEM_ERROR;
     }
     PyObject *bridge = python->PyImport_ImportModule("worker_client.nccl.bridge"), *said = NULL;
     if (bridge != NULL)
-        made->object = python->PyObject_CallMethod(bridge, "listen", "s", plugin_address(device));
+        made->object = python->PyObject_CallMethod(bridge, "listen", "s", way->text);
     if (made->object != NULL)
         said = python->PyObject_GetAttrString(made->object, "handle");
     char *bytes = said == NULL ? NULL : python->PyBytes_AsString(said);
     if (bytes != NULL)
-        memcpy(handle, bytes, HANDLE_BYTES);
+        memcpy(handle, bytes, NCCL_HANDLE_BYTES);
     else
         interpreter_log_error(python, "all-reduces do not go through reducers");
     python->Py_DecRef(said);
@@ -79,26 +81,25 @@ int collective_listen(int device, void *handle, void **listener)
     interpreter_leave(python, state);
     if (bytes == NULL) {
         free(made);
-        return SYSTEM_ERROR;
+        return NCCL_SYSTEM_ERROR;
     }
     *listener = made;
-    return SUCCESS;
+    return NCCL_SUCCESS;
 }
 
 /* Joins the job. False: Python has raised why not. */
 static bool join(const struct interpreter *python, struct communicator *made, void *handles[],
                  int ranks, int rank, PyObject *listening)
 {
-    PyObject *all = python->PyBytes_FromStringAndSize(NULL, (ssize_t)ranks * HANDLE_BYTES);
+    PyObject *all = python->PyBytes_FromStringAndSize(NULL, (ssize_t)ranks * NCCL_HANDLE_BYTES);
     if (all == NULL)
         return false;
     for (int at = 0; at < ranks; at++)
-        memcpy(python->PyBytes_AsString(all) + (size_t)at * HANDLE_BYTES, handles[at],
-               HANDLE_BYTES);
-    PyObject *totals = python->PyMemoryView_FromMemory((char *)&made->totals,
-                                                       sizeof made->totals, READ_ONLY);
-    made->object =
-        python->PyObject_CallMethod(listening, "connect", "NiN", all, rank, totals);
+        memcpy(python->PyBytes_AsString(all) + (size_t)at * NCCL_HANDLE_BYTES, handles[at],
+               NCCL_HANDLE_BYTES);
+    PyObject *totals =
+        python->PyMemoryView_FromMemory((char *)&made->totals, sizeof made->totals, READ_ONLY);
+    made->object = python->PyObject_CallMethod(listening, "connect", "NiN", all, rank, totals);
     if (made->object == NULL)
         return false;
     PyObject *calls = python->PyObject_GetAttrString(made->object, "calls");
@@ -127,12 +128,12 @@ int collective_connect(void *handles[], int ranks, int rank, void *listener, voi
     }
     if (!joined) {
         free(made);
-        return SYSTEM_ERROR;
+        return NCCL_SYSTEM_ERROR;
     }
     for (size_t at = 0; at < REQUESTS; at++)
         made->requests[at].of = made;
     *communicator = made;
-    return SUCCESS;
+    return NCCL_SUCCESS;
 }
 
 /* Calls `close` of an object of bridge.py, and lets go of it. False: there is no Python any more. */
@@ -156,7 +157,7 @@ int collective_close_listener(void *listener)
     struct listener *closing = listener;
     if (closing->object == NULL || close_object(closing->object))
         free(closing);
-    return SUCCESS;
+    return NCCL_SUCCESS;
 }
 
 int collective_close(void *communicator)
@@ -165,10 +166,9 @@ int collective_close(void *communicator)
     struct totals totals = closing->totals;
     if (close_object(closing->object)) /* else a thread of Python's may still have its memory */
         free(closing);
-    plugin_log(PLUGIN_INFO, __FILE__, __LINE__,
-               "%llu all-reduces, %llu bytes went through reducers",
-               (unsigned long long)totals.all_reduces, (unsigned long long)totals.bytes);
-    return SUCCESS;
+    PLUGIN_INFO("%llu all-reduces, %llu bytes went through reducers",
+                (unsigned long long)totals.all_reduces, (unsigned long long)totals.bytes);
+    return NCCL_SUCCESS;
 }
 
 /* -- all-reduces ----------------------------------------------------------------------------- */
@@ -181,12 +181,12 @@ int collective_all_reduce(void *communicator, const void *sent, void *received, 
     *request = NULL;
     collective_supports(dtype, op, &supported);
     if (!supported)
-        return INVALID_ARGUMENT;
+        return NCCL_INVALID_ARGUMENT;
     struct request *made = here->requests, *end = made + REQUESTS;
     while (made < end && made->taken)
         made++;
     if (made == end)
-        return SUCCESS; /* NCCL asks again */
+        return NCCL_SUCCESS; /* NCCL asks again */
     size_t nbytes = count * dtype_itemsize(DTYPES[dtype]);
     if (sent != received)
         memcpy(received, sent, nbytes);
@@ -205,13 +205,12 @@ int collective_all_reduce(void *communicator, const void *sent, void *received, 
     case CORE_ASKED:
         made->taken = true;
         *request = made;
-        return SUCCESS;
+        return NCCL_SUCCESS;
     case CORE_CLOSED:
-        plugin_log(PLUGIN_WARN, __FILE__, __LINE__, "an all-reduce through reducers: the client "
-                                                    "of this communicator was shut down");
-        return SYSTEM_ERROR;
+        PLUGIN_WARN("an all-reduce through reducers: this communicator's client was shut down");
+        return NCCL_SYSTEM_ERROR;
     default:
-        return INTERNAL_ERROR;
+        return NCCL_INTERNAL_ERROR;
     }
 }
 
@@ -222,16 +221,15 @@ int collective_test(void *request, int *done, int *nbytes)
     enum all_reduce_state state = here->calls->test(&asked->asked);
     *done = state != ALL_REDUCE_PENDING;
     if (!*done)
-        return SUCCESS;
+        return NCCL_SUCCESS;
     asked->taken = false;
     if (state == ALL_REDUCE_DONE) {
         if (nbytes != NULL)
             *nbytes = (int)asked->asked.nbytes;
         here->totals.all_reduces++;
         here->totals.bytes += asked->asked.nbytes;
-        return SUCCESS;
+        return NCCL_SUCCESS;
     }
-    plugin_log(PLUGIN_WARN, __FILE__, __LINE__, "an all-reduce through reducers failed: %s",
-               asked->why);
-    return atomic_load(&here->calls->core->closed) ? SYSTEM_ERROR : REMOTE_ERROR;
+    PLUGIN_WARN("an all-reduce through reducers failed: %s", asked->why);
+    return atomic_load(&here->calls->core->closed) ? NCCL_SYSTEM_ERROR : NCCL_REMOTE_ERROR;
 }

@@ -6,14 +6,16 @@
 #include <net/if.h>
 #include <netinet/in.h>
 
+union address {
+    struct sockaddr any;
+    struct sockaddr_in v4;
+    struct sockaddr_in6 v6;
+};
+
 struct interface {
     char name[IF_NAMESIZE], text[INET6_ADDRSTRLEN]; /* of its address */
     char pci_path[PATH_MAX];                        /* in sysfs; empty: it is not on that bus */
-    union {
-        struct sockaddr any;
-        struct sockaddr_in v4;
-        struct sockaddr_in6 v6;
-    } address;
+    union address address;
     int speed_mbit;
 };
 

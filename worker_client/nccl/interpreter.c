@@ -60,10 +60,9 @@ static void look(void)
     void *library = NULL;
     if (!look_up(RTLD_DEFAULT) && ((library = open_library()) == NULL || !look_up(library))) {
         const char *why = dlerror();
-        plugin_log(PLUGIN_WARN, __FILE__, __LINE__,
-               "reducers need Python in this program, and it has none: set "
-               "REDUCTION_LIBPYTHON to libpython's path, as `worker-client nccl` does (%s)",
-               why == NULL ? "it lacks functions" : why);
+        PLUGIN_WARN("reducers need Python in this program, and it has none: set "
+                    "REDUCTION_LIBPYTHON to libpython's path, as `worker-client nccl` does (%s)",
+                    why == NULL ? "it lacks functions" : why);
         return;
     }
     usable = true;
@@ -107,8 +106,8 @@ void interpreter_log_error(const struct interpreter *python, const char *what)
     const char *kind = name == NULL ? NULL : python->PyUnicode_AsUTF8AndSize(name, NULL);
     const char *said = words == NULL ? NULL : python->PyUnicode_AsUTF8AndSize(words, NULL);
     python->PyErr_Clear();
-    plugin_log(PLUGIN_WARN, __FILE__, __LINE__, "%s: %s: %s", what,
-           kind == NULL ? "an error" : kind, said == NULL ? "without words" : said);
+    PLUGIN_WARN("%s: %s: %s", what, kind == NULL ? "an error" : kind,
+                said == NULL ? "without words" : said);
     PyObject *owned[] = {type, value, traceback, name, words};
     for (size_t at = 0; at < sizeof owned / sizeof *owned; at++)
         python->Py_DecRef(owned[at]);

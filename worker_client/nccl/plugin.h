@@ -4,11 +4,9 @@
 
 #include "worker_client/nccl/abi.h"
 
-enum { PLUGIN_WARN = NCCL_WARN, PLUGIN_INFO = NCCL_INFO };
-
 void plugin_log(int level, const char *file, int line, const char *format, ...)
     __attribute__((format(printf, 4, 5)));
-/* The address of a device's interface, as text; "" where there is no such device. */
-const char *plugin_address(int device);
+#define PLUGIN_WARN(...) plugin_log(NCCL_WARN, __FILE__, __LINE__, __VA_ARGS__)
+#define PLUGIN_INFO(...) plugin_log(NCCL_INFO, __FILE__, __LINE__, __VA_ARGS__)
 
 #endif

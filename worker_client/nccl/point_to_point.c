@@ -81,17 +81,13 @@ struct handle {
     uint8_t nonce[16];
     struct connection *connecting;
     socklen_t address_bytes;
-    union {
-        struct sockaddr any;
-        struct sockaddr_in v4;
-        struct sockaddr_in6 v6;
-    } address;
+    union address address;
 };
 _Static_assert(sizeof(struct handle) <= NCCL_HANDLE_BYTES, "a handle is too long for NCCL");
 
 static int failure(const char *what)
 {
-    plugin_log(PLUGIN_WARN, __FILE__, __LINE__, "%s: %s", what, strerror(errno));
+    PLUGIN_WARN("%s: %s", what, strerror(errno));
     return NCCL_SYSTEM_ERROR;
 }
 
@@ -142,8 +138,9 @@ int point_to_point_listen(int device, void *handle, void **listener)
     struct listener *made = interface == NULL ? NULL : calloc(1, sizeof *made);
     if (made == NULL)
         return interface == NULL ? NCCL_INVALID_ARGUMENT : failure("a listener");
-    struct handle said = {.magic = MAGIC, .address_bytes = interface_address_bytes(interface)};
-    memcpy(&said.address, &interface->address, sizeof interface->address);
+    struct handle said = {.magic = MAGIC,
+                          .address_bytes = interface_address_bytes(interface),
+                          .address = interface->address};
     made->fd = socket(said.address.any.sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (made->fd < 0 || getrandom(made->nonce, sizeof made->nonce, 0) != sizeof made->nonce ||
         bind(made->fd, &said.address.any, said.address_bytes) != 0 ||
@@ -230,20 +227,16 @@ int point_to_point_accept(void *listener, void **receiver)
     }
     if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
         return failure("accepting another rank");
-    for (unsigned at = 0; at < here->count;) {
+    for (unsigned at = 0; *receiver == NULL && at < here->count; at++) {
         struct newcomer *newcomer = &here->newcomers[at];
-        bool said = newcomer->got == sizeof newcomer->hello;
-        if (!said && !hear(here, newcomer)) {
+        if (newcomer->got == sizeof newcomer->hello)
+            continue; /* it waits for others of its connection */
+        if (!hear(here, newcomer)) {
             close(newcomer->fd);
-            drop_newcomer(here, at);
-            continue;
-        }
-        if (!said && newcomer->got == sizeof newcomer->hello) {
+            drop_newcomer(here, at--);
+        } else if (newcomer->got == sizeof newcomer->hello) {
             *receiver = complete(here, newcomer->hello.connection);
-            if (*receiver != NULL)
-                return NCCL_SUCCESS;
         }
-        at++;
     }
     return NCCL_SUCCESS;
 }
@@ -287,15 +280,13 @@ static bool greet(struct connection *made)
     return true;
 }
 
-int point_to_point_connect(int device, void *handle, void **sender)
+int point_to_point_connect(void *handle, void **sender)
 {
-    (void)device; /* the system knows the way to an address */
     struct handle to;
     memcpy(&to, handle, sizeof to);
     *sender = NULL;
     if (to.magic != MAGIC) {
-        plugin_log(PLUGIN_WARN, __FILE__, __LINE__, "another rank has another network plug-in, or "
-                                                    "another version of this one");
+        PLUGIN_WARN("another rank has another network plug-in, or another version of this one");
         return NCCL_INVALID_ARGUMENT;
     }
     bool first = to.connecting == NULL;
@@ -330,8 +321,7 @@ static uint64_t part(uint64_t nbytes, unsigned stream, uint64_t *end)
 
 static bool give_up(struct connection *here, const char *why)
 {
-    plugin_log(PLUGIN_WARN, __FILE__, __LINE__, "%s another rank: %s",
-               here->sends ? "sending to" : "receiving from", why);
+    PLUGIN_WARN("%s another rank: %s", here->sends ? "sending to" : "receiving from", why);
     here->failed = true;
     return false;
 }
@@ -340,8 +330,9 @@ static bool give_up(struct connection *here, const char *why)
 static bool sized(const struct connection *here, unsigned stream)
 {
     const struct stream *first = &here->streams[0];
-    return here->sends || first->at > here->streams[stream].at ||
-           first->moved >= sizeof(struct header);
+    uint64_t at = here->streams[stream].at; /* which may be before or behind that of the first */
+    return here->sends || first->at > at ||
+           (first->at == at && first->moved >= sizeof(struct header));
 }
 
 static bool fits(struct connection *here, const struct request *request)

@@ -12,7 +12,7 @@
 /* Writes the listener's address, and a nonce by which it knows its peer, into the handle. */
 int point_to_point_listen(int device, void *handle, void **listener);
 /* Both leave NULL until the peer is there, and are called again with the same handle, or listener. */
-int point_to_point_connect(int device, void *handle, void **sender);
+int point_to_point_connect(void *handle, void **sender);
 int point_to_point_accept(void *listener, void **receiver);
 /* Both leave a request of NULL where no more can be in flight: they are called again. */
 int point_to_point_send(void *sender, const void *data, size_t nbytes, int tag, void **request);
