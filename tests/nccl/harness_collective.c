@@ -250,6 +250,13 @@ static void free_slots(const struct plan *plan, const struct network networks[],
     free(slots);
 }
 
+/* NCCL's proxy yields its core when nothing moves, and takes all of it where nobody else wants it. That
+ * is NCCL's, not the plug-in's, and on two cores nothing would be left for the plug-in. */
+static void rest(void)
+{
+    nanosleep(&(struct timespec){.tv_nsec = 50 * 1000}, NULL);
+}
+
 /* Makes all calls, and looks at what is in flight in any order. */
 static struct outcome make_calls(const struct plan *plan, const struct inputs *inputs,
                                  const struct network networks[], struct slot slots[])
@@ -257,13 +264,19 @@ static struct outcome make_calls(const struct plan *plan, const struct inputs *i
     struct outcome outcome = {0};
     uint64_t calls = plan->seed, looks = plan->seed + (uint64_t)plan->rank + 1;
     long begun = 0;
+    int idle = 0; /* looks that began and ended nothing */
     struct call call = draw_call(plan, inputs, &calls);
     while (outcome.done < plan->calls && outcome.error == SUCCESS) {
+        if (idle++ > 2 * plan->ahead) {
+            rest();
+            idle = 0;
+        }
         uint64_t at = draw(&looks) % (uint64_t)plan->ahead;
         const struct network *network = &networks[begun % plan->communicators];
         struct slot *slot = &slots[at];
         if (slot->request != NULL) {
-            ends(slot, &outcome);
+            if (ends(slot, &outcome))
+                idle = 0;
             continue;
         }
         if (begun == plan->calls || network != &networks[at % (uint64_t)plan->communicators])
@@ -280,6 +293,7 @@ static struct outcome make_calls(const struct plan *plan, const struct inputs *i
             continue; /* the same call again, later */
         }
         begun++;
+        idle = 0;
         call = draw_call(plan, inputs, &calls);
     }
     return outcome;
