@@ -127,6 +127,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
         (FRAMEWORKS,),
     ),
+    ("worker_client/nccl/*", ("tests/nccl",)),
     ("worker_client/torch_backend/*", (FRAMEWORKS,)),
     ("worker_client/horovod/*", (FRAMEWORKS, f"{JOBS}horovod.py")),
     (

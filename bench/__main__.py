@@ -56,6 +56,7 @@ STEPS = [
         shaped=True,
     ),
     Step("soak", "torture.soak --count 4000 --samples 80"),
+    Step("nccl", "bench.nccl --calls 100 --rounds 1", outputs=""),
 ]
 
 

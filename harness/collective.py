@@ -22,8 +22,8 @@ import numpy as np
 from harness import ROOT, HarnessError
 from harness.oracle import half, widen
 from worker_client.commands.demo.ranks import pipe
+from worker_client.commands.nccl import LIBRARY
 
-PLUGIN = ROOT / "worker_client/nccl/libnccl-net-reduction.so"
 VERSIONS = (8, 9, 10, 11, 12)  # of its tables
 HARNESS = "tests/nccl/harness_collective.c"
 # NCCL's numbers of what reducers have: how values are stored, and the type as oracles call it.
@@ -224,7 +224,7 @@ class Nodes:
             its = (plans or {}).get(rank, plan)
             told = [its.communicators, its.lives, its.calls, its.ahead, its.most_bytes]
             told += [int(its.fixed), its.dtype, its.seed]
-            command = [*start, PLUGIN, its.version, folder, rank, ranks, *told]
+            command = [*start, LIBRARY, its.version, folder, rank, ranks, *told]
             environment = {**environments(), **settings, **per_rank(rank)}
             self.nodes.append(Node([*map(str, command)], environment))
 

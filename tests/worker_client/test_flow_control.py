@@ -230,3 +230,14 @@ def test_a_long_all_reduce_is_measured_on_the_way():
     path.carry(LOOK_S / 2)
     flow.tick(10.0 + 2 * LOOK_S)
     assert path.windows[0] > BUSY_BYTES
+
+
+def test_a_large_one_that_c_has_ended_is_measured_as_others_are():
+    path, flow = one_link(rate=1e9, rtt_s=0.1, most=1 << 30)
+    path.begin(10.0)
+    path.carry(0.5)
+    path.end()
+    path.large_ended = 10.5
+    flow.tick(11.0)
+    assert flow.rate == pytest.approx(2 * path.received[0])
+    assert path.large_ended == 0
