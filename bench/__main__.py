@@ -56,7 +56,11 @@ STEPS = [
         shaped=True,
     ),
     Step("soak", "torture.soak --count 4000 --samples 80"),
-    Step("nccl", "bench.nccl --calls 100 --rounds 1", outputs=""),
+    Step(
+        "nccl",
+        "bench.nccl --unshaped --workers 2 --reducers 2 --calls 100 --rounds 1",
+        outputs="",
+    ),
 ]
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 
 from harness import ROOT, HarnessError
 from harness.oracle import half, widen
+from lab import Host
 from worker_client.commands.demo.ranks import pipe
 from worker_client.commands.nccl import LIBRARY
 
@@ -162,19 +164,21 @@ class Node:
         ended_at: when it told of its latest outcome, by the monotonic clock.
     """
 
-    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: list[str], environment: Mapping[str, str], host: Host | None
+    ) -> None:
         self.outcomes: list[Outcome] = []
         self.left: list[tuple[int, int]] = []
         self.refused = 0
         self.ended_at = 0.0
         self.handles: list[str] = []
-        self.process = subprocess.Popen(
+        start = partial(subprocess.Popen[str], text=True) if host is None else host.start
+        self.process = start(
             command,
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             cwd=ROOT,
         )
         self.errors: list[str] = []
@@ -201,7 +205,10 @@ class Node:
 
 
 class Nodes:
-    """All nodes of one job, which are killed when the context ends if they still run."""
+    """All nodes of one job, which are killed when the context ends if they still run.
+
+    They are processes of this machine, or one on each of the `hosts` of a lab.
+    """
 
     def __init__(
         self,
@@ -214,6 +221,7 @@ class Nodes:
         in_python: bool = False,
         plans: Mapping[int, Calls] | None = None,
         per_rank: Callable[[int], Mapping[str, str]] = lambda _: {},
+        hosts: Sequence[Host] = (),
     ) -> None:
         self._heard: queue.Queue[tuple[int, list[str]]] = queue.Queue()
         self._threads: list[threading.Thread] = []
@@ -226,7 +234,10 @@ class Nodes:
             told += [int(its.fixed), its.dtype, its.seed]
             command = [*start, LIBRARY, its.version, folder, rank, ranks, *told]
             environment = {**environments(), **settings, **per_rank(rank)}
-            self.nodes.append(Node([*map(str, command)], environment))
+            if hosts:
+                environment["REDUCTION_INTERFACE"] = hosts[rank].address
+            host = hosts[rank] if hosts else None
+            self.nodes.append(Node([*map(str, command)], environment, host))
 
     def __enter__(self) -> Nodes:
         for rank, node in enumerate(self.nodes):

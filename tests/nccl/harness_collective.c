@@ -48,7 +48,8 @@ struct part {
 struct slot {
     void *request, *sent_memory, *received_memory;
     unsigned char *sent, *received;
-    const unsigned char *expected;
+    const unsigned char *expected; /* in `received` */
+    const unsigned char *kept;     /* in `sent`, from begin to end; NULL: nobody looks */
     size_t nbytes;
 };
 
@@ -207,7 +208,8 @@ static bool ends(struct slot *slot, struct outcome *outcome)
         return false;
     outcome->done++;
     outcome->wrong += (size_t)nbytes != slot->nbytes ||
-                      memcmp(slot->received, slot->expected, slot->nbytes) != 0;
+                      memcmp(slot->received, slot->expected, slot->nbytes) != 0 ||
+                      (slot->kept != NULL && memcmp(slot->sent, slot->kept, slot->nbytes) != 0);
     slot->request = NULL;
     if (outcome->done % TOLD_EVERY == 0) {
         printf("at %ld\n", outcome->done);
@@ -285,6 +287,7 @@ static struct outcome make_calls(const struct plan *plan, const struct inputs *i
         unsigned char *from = call.in_place ? slot->received : slot->sent;
         slot->nbytes = call.count * SIZES[call.dtype];
         slot->expected = inputs->expected[call.dtype][call.op].data + start;
+        slot->kept = call.in_place || plan->fixed ? NULL : inputs->sent[call.dtype].data + start;
         memcpy(from, inputs->sent[call.dtype].data + start, slot->nbytes);
         outcome.error =
             all_reduce(plan, network, slot, from, call.count, call.dtype, call.op);

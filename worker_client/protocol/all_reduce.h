@@ -12,6 +12,7 @@ enum all_reduce_state { ALL_REDUCE_PENDING, ALL_REDUCE_DONE, ALL_REDUCE_FAILED }
 struct all_reduce {
     /* What is asked for. */
     void *data; /* the result replaces it, chunk by chunk */
+    const void *source; /* what is summed, if that is to stay as it is; NULL: what `data` has */
     uint64_t nbytes;
     uint64_t call; /* what all of one call have in common; 0: it is a call of its own */
     uint64_t tag;  /* of its name, 0 without one */

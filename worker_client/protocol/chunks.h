@@ -44,7 +44,8 @@ struct operation {
     uint64_t chunk_bytes;        /* size of every chunk but the last of each shard */
     uint64_t remaining;          /* chunks whose result has not come */
     uint64_t retained;           /* chunks whose result is kept */
-    unsigned char *data;         /* the caller's, until the operation has ended */
+    unsigned char *data;         /* where results go: the caller's, until the operation has ended */
+    const unsigned char *source; /* what is sent, likewise */
     uint64_t sent_ns, answered_ns; /* as of `asked`; 0: none yet */
     size_t shard_count;
     struct shard *shards; /* in the order of their offsets */

@@ -172,6 +172,7 @@ bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chu
         return false;
     operation->asked = asked;
     operation->data = asked->data;
+    operation->source = asked->source == NULL ? asked->data : asked->source;
     struct header *said = &operation->header;
     *said = flight->identity;
     said->sequence = sequence;
@@ -390,7 +391,8 @@ static struct all_reduce *take_completed(struct flight *flight, struct operation
     asked->sent = (double)operation->sent_ns / 1e9;
     asked->answered = (double)operation->answered_ns / 1e9;
     operation->asked = NULL;
-    operation->data = NULL; /* it is the caller's again */
+    operation->data = NULL; /* both are the caller's again */
+    operation->source = NULL;
     if (operation->retained > 0 && operation->header.sequence >= flight->reached) {
         operation->following = flight->ended;
         flight->ended = operation;

@@ -49,10 +49,10 @@ void core_free(struct core *core);
 
 /* -- any thread, no interpreter -------------------------------------------------------------- */
 
-/* Begins an all-reduce, and perhaps sends it; waits for nobody. Its memory, and its buffer, stay until
- * it has ended; `data`, `nbytes`, `dtype`, `op` and `timeout_s` are filled, the rest is zero, or what
- * it was when an earlier one had ended. Fallback and elastic jobs do not know it: there it fails where
- * a call of Python's goes on. */
+/* Begins an all-reduce, and perhaps sends it; waits for nobody. Its memory, and its buffers, stay until
+ * it has ended; `data`, `nbytes`, `dtype`, `op` and `timeout_s` are filled, perhaps `source` and `why`;
+ * the rest is zero, or what it was when an earlier one had ended. Fallback and elastic jobs do not know
+ * it: there it fails where a call of Python's goes on. */
 enum core_submitted core_submit(struct core *core, struct all_reduce *asked);
 /* What has become of it; its memory is the caller's again once that is not ALL_REDUCE_PENDING. */
 enum all_reduce_state core_test(const struct all_reduce *asked);

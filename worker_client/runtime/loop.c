@@ -362,7 +362,7 @@ static struct connection *queue_contribution(struct loop *loop, const struct con
     struct connection *connection = pick(loop, main);
     if (connection == NULL)
         return NULL;
-    const unsigned char *data = next->chunk->of->of->data + next->header.offset;
+    const unsigned char *data = next->chunk->of->of->source + next->header.offset;
     if (next->header.sequence % PLACES == 0) { /* the ranks' own question: nobody says when its
                                                   buffer is let go */
         if (!send_copy(loop, connection, &next->header, data, next->header.nbytes))
