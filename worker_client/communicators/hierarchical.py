@@ -40,7 +40,7 @@ from reducer.errors import (
 )
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import fingerprint
-from worker_client.communicators.communicator import Communicator
+from worker_client.communicators.communicator import Communicator, Traffic
 from worker_client.communicators.node_fold import finish, fold, folded_as
 from worker_client.communicators.node_sockets import decode, encode
 from worker_client.protocol.operation import Operation, reason, refused
@@ -115,6 +115,10 @@ class HierarchicalCommunicator(Communicator):
     def straggler(self) -> Straggler | None:
         found = self.inner.straggler  # a node, as the ranks of this local rank see it
         return None if found is None else replace(found, rank=self.place.across[found.rank])
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.inner.traffic.renumbered(self.place.across)
 
     @property
     def closing(self) -> bool:
