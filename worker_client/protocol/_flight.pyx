@@ -315,7 +315,7 @@ cdef class CompiledFlight:
 
     @property
     def unowned(self):
-        """Durations of those of C's that have ended without Python, from their calls on."""
+        """Durations of C's own that have ended well, each from its call to its end."""
         cdef Durations durations = Durations()
         durations.c = self.c.unowned
         return durations

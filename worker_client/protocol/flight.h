@@ -40,7 +40,7 @@ struct flight {
     atomic_size_t active; /* operations in progress */
     uint64_t busy_ns;       /* while any was, up to the end of the latest stretch that ended well */
     uint64_t busy_since_ns; /* the present one */
-    struct durations unowned; /* from their calls to their ends: what flight_end_unowned has ended */
+    struct durations unowned; /* of C's own that ended well, from their calls to their ends */
     double earliest; /* no deadline is before this time */
     uint64_t large_bytes; /* from this size on all-reduces say what a link can carry: */
     size_t large;         /* operations in progress that do, */
