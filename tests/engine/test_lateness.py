@@ -363,6 +363,23 @@ def test_a_worker_knows_whom_its_reducers_name(session):
     assert session.session.straggler is None
 
 
+def test_a_worker_adds_up_how_long_ranks_were_waited_for(session):
+    asked = session.session
+    late, slow = Straggler(1, "late", 0.5, 0.1), Straggler(0, "slow", 0.2, 0.1)
+    for told, since_s in ((late, 11.0), (slow, 14.0)):
+        asked.tick(since_s)
+        session.receive(0, *ping(told))
+        for tenths in range(1, 21):
+            asked.tick(since_s + tenths / 10)
+        session.receive(0, *ping(None))
+    # Between two looks; the process may have stood still where they are more than a second apart.
+    assert asked.waited_for_s == pytest.approx({1: 1.0, 0: 0.4})
+    asked.tick(20.0)
+    session.receive(0, *ping(late))
+    asked.tick(60.0)
+    assert asked.waited_for_s == pytest.approx({1: 1.5, 0: 0.4})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"rank": "1"}, {"cause": ["late"]}, {"share": -0.1}, {"median_s": float("nan")}],
