@@ -19,7 +19,7 @@ from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import REDUCERS_TIMEOUT_S
 from worker_client.protocol import _flight
-from worker_client.protocol.operation import Operation, refused
+from worker_client.protocol.operation import Operation, refused, refusing
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import DEFINED, parse, parse_op, refuse_weight
 from worker_client.staging.device_copies import DeviceStaging
@@ -89,7 +89,7 @@ class Client:
         self._resources = resources
         self._wire = wire
         self._casts = wire.wire_dtype is not None
-        self._piecewise = ordered.piecewise
+        self._stages = ordered.piecewise or ordered.takes_devices
         self._membership_change = membership_change
         self._enter = enter
         self._meter = _flight.CallMeter()
@@ -493,7 +493,7 @@ class Client:
         if not self.admits or self._membership_change is None:
             raise ConfigError(
                 "ranks can join only where REDUCTION_ON_RANK_LOST=continue is set, and reducers "
-                "are those of a pool (REDUCTION_SERVERS)"
+                "are those of a pool (REDUCTION_SERVERS), and not with REDUCTION_HIERARCHY"
             )
         _, timeout_s = parse(DType.INT64, ReduceOp.MAX, None, timeout, self.timeout_s)
         return self._membership_change.admit(timeout_s, self._is_busy)
@@ -501,7 +501,8 @@ class Client:
     @property
     def admits(self) -> bool:
         """Whether ranks can join: the job goes on without lost ones, at reducers of a pool."""
-        return self._membership_change is not None and not self.spec.hosts
+        pool = self._membership_change is not None and not self.spec.hosts
+        return pool and self._enter is not None  # not if all-reduces go through nodes first
 
     @property
     def newcomer(self) -> bool:
@@ -545,7 +546,7 @@ class Client:
     ) -> Operation:
         """Start the all-reduce of a call without a name, and return it."""
         array = type(data) is np.ndarray  # which is no tensor, and asked faster
-        if self._piecewise and not array and is_on_device(data):
+        if self._stages and not array and is_on_device(data):
             self._check_usable()
             refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
             return self._stage(call, data, op, timeout, residual=residual, exact=exact)
@@ -614,9 +615,13 @@ class Client:
             call=call,
             data=tensor,
             lead=self._wait_for_device,
-            ended=call,  # of no bytes: staging counts them
+            ended=call,  # of no bytes where staging counts them
         )
         self._round(operation, flat.data.nbytes, residual, exact)
+        if self._ordered.takes_devices:
+            call.nbytes = flat.data.nbytes
+            self._ordered.all_reduce(operation, flat)
+            return operation
         self._submit = self._submit_in_order
         self._staging.all_reduce(operation, flat)
         return operation
@@ -639,20 +644,9 @@ class Client:
             self.observer.ended(self.observer.begun(name, data, op), why)
 
     def _refuse(self, call: _flight.MeteredCall, why: BaseException) -> None:
-        nothing = memoryview(b"")
         refusal = refused(self._ordered.rank, f"{type(why).__name__}: {why}")
         with suppress(ReductionError):  # it was shut down, or a device failed: the others hear that
-            self._submit(
-                Operation(
-                    nothing,
-                    DType.UINT8,
-                    ReduceOp.SUM,
-                    None,
-                    self.timeout_s,
-                    call=call,
-                    refusal=refusal,
-                )
-            )
+            self._submit(refusing(call, refusal, self.timeout_s))
 
     def _submit_in_order(self, operation: Operation) -> None:
         """Start an all-reduce behind all calls that wait for a device."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
+    from worker_client.staging.host_buffer import Flat
 
 LOOK_S = 0.2  # between two looks for a pool that is gone
 LOOK_AT_HOSTS_S = 1.0  # between two looks whether a rank that does not answer is there
@@ -123,9 +124,19 @@ class Communicator:
         return self.inner.piecewise
 
     @property
+    def takes_devices(self) -> bool:
+        """Whether `all_reduce` can be called, with tensors on devices."""
+        return False
+
+    @property
     def takes_unfilled(self) -> bool:
         """Whether `submit` takes pieces of a call that are yet to be filled."""
         return False
+
+    @property
+    def contributors(self) -> Sequence[int]:
+        """Ranks whose contributions the latest all-reduce has, if one was in progress at a time."""
+        return self.inner.contributors
 
     @property
     def counters(self) -> Counters:
@@ -173,6 +184,10 @@ class Communicator:
             ReductionError: nothing may be submitted any more, and the operation does not end.
         """
         self.inner.submit(operation)
+
+    def all_reduce(self, whole: Operation, flat: Flat) -> None:
+        """Start an all-reduce of a tensor on a device, as `DeviceStaging.all_reduce` does."""
+        self.inner.all_reduce(whole, flat)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Move all-reduces on until `done`, or `until`, if this thread can; else return at once.
@@ -264,6 +279,10 @@ class FlatCommunicator(Communicator):
     @property
     def present(self) -> tuple[int, ...]:
         return tuple(range(self.world_size))
+
+    @property
+    def contributors(self) -> Sequence[int]:
+        return self.present
 
     @property
     def straggler(self) -> Straggler | None:

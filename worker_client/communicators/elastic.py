@@ -143,6 +143,10 @@ class ElasticCommunicator(Communicator):
         return self.membership.present
 
     @property
+    def contributors(self) -> tuple[int, ...]:
+        return self._replay_log.contributors
+
+    @property
     def straggler(self) -> Straggler | None:
         with self._gate:
             found, present = self.inner.straggler, self.membership.present
@@ -313,6 +317,7 @@ class ElasticCommunicator(Communicator):
                 return
             told = None if error is None else self.membership.renumbered(error)
             entry.finish(bytes(entry.operation.view) if told is None else None, told)
+            self._replay_log.contributors = self.membership.present
             if self._admits(entry):
                 self._recover()
             reached = self.inner.reached
@@ -498,6 +503,8 @@ class ElasticCommunicator(Communicator):
             self.inner, self.lost, self._joins = communicator, lost, False
             self._earlier.last_agreement = last_agreement
             losses, self._losses = self._losses, _Losses()
+            if losses.ends:  # their results were there before
+                self._replay_log.contributors = before
             change = Change(
                 membership.present,
                 tuple(rank for rank in membership.present if rank not in before),
