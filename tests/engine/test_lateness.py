@@ -72,7 +72,7 @@ def test_both_count_alike(world_size, steps):
             twin.now_us = now_us
             found = twin.get(sequence) or twin.open(sequence, header)
             if found.place(header, bytes(8)).missing == 0:
-                found.finish(8 * chunk)
+                found.finish(8 * chunk, world_size)
         plain, compiled = (everything(twin.lateness, world_size) for twin in twins)
         assert plain == compiled
     assert twins[0].used() == twins[1].used()
@@ -82,6 +82,7 @@ def test_both_count_alike(world_size, steps):
             twin.discard_oldest()
         times.append(twin.take_times())
     assert times[0] == times[1]
+    assert twins[0].traffic() == twins[1].traffic()
     assert [one.sequence for one in times[0]] == sorted({sequence for _, sequence, _ in placed})
     assert all(one.begun_us <= one.alone_us <= one.complete_us for one in times[0] if one.chunks)
 
