@@ -357,7 +357,7 @@ static bool is_usable(void)
     struct properties properties;
     int devices = 0, supported = 1;
     return table->devices(&devices) == SUCCESS && devices == 1 &&
-           table->properties(0, &properties) == SUCCESS && strcmp(properties.name, "lo") == 0 &&
+           table->properties(0, &properties) == SUCCESS && strcmp(properties.name, getenv("NCCL_SOCKET_IFNAME")) == 0 &&
            properties.pointers == HOST && table->supports(3, 0, &supported) == SUCCESS &&
            !supported && table->supports(7, 0, &supported) == SUCCESS && supported;
 }
