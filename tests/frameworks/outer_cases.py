@@ -34,7 +34,7 @@ class Site:
 
     def train(self, name, resume=None, stop=(), **outer):
         """Train on the site's half of the texts; return weights, and how often they were sent."""
-        trainer = trainer_of(self.folder / name, stop)
+        trainer = trainer_of(self.folder / name, list(stop), ddp_backend=None)
         trainer.train_dataset = trainer.train_dataset[SITE::SITES]
         if outer:
             trainer.add_callback(OuterCallback(trainer.model, self.client, **outer))
@@ -46,7 +46,7 @@ class Site:
 
     def refused(self):
         """What is said to a Trainer that chooses a model at its end."""
-        trainer = trainer_of(self.folder / "refused", ())
+        trainer = trainer_of(self.folder / "refused", [], ddp_backend=None)
         trainer.args.load_best_model_at_end = True
         trainer.add_callback(OuterCallback(trainer.model, self.client, every=EVERY))
         return refusal(trainer.train)

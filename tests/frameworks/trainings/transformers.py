@@ -37,8 +37,8 @@ class Stop(TrainerCallback):
         control.should_save = control.should_training_stop = state.global_step == MIDDLE
 
 
-def trainer_of(folder, callbacks):
-    """Return a trainer of a small GPT-2, 6 of whose steps are an epoch."""
+def trainer_of(folder, callbacks, ddp_backend="gloo"):
+    """Return a trainer of a small GPT-2; with two ranks 6 of its steps are an epoch."""
     transformers.set_seed(0)
     shape = {"n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **shape)
@@ -46,7 +46,7 @@ def trainer_of(folder, callbacks):
     texts = torch.randint(WORDS, (24, LENGTH), generator=generator)
     options = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 0.01}
     options |= {"save_strategy": "no", "logging_strategy": "no", "report_to": "none"}
-    options |= {"use_cpu": True, "ddp_backend": "gloo", "disable_tqdm": True}
+    options |= {"use_cpu": True, "ddp_backend": ddp_backend, "disable_tqdm": True}
     trainer = Losses(
         model=transformers.AutoModelForCausalLM.from_config(config),
         args=TrainingArguments(str(folder), **options),
