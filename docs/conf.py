@@ -68,6 +68,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "SECURITY": "Security policy",
         "CHANGELOG": "Changes",
         "bench/README": "Benchmarks",
+        "bench/notebook": "Notebook of measurements",
         "fuzz/README": "Fuzzing",
     },
 }
