@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 project = "Reduction server"
 version = release = reducer.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
 PARTS = {  # of the table of contents: pages, and titles that are shorter than their own
     "Begin": {
