@@ -27,7 +27,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import ReduceOp
-from worker_client.communicators.communicator import Traffic
+from worker_client.communicators.communicator import LinkTraffic
 from worker_client.fusion import _tensor_queue
 from worker_client.fusion.negotiation import JOIN, Negotiation, group
 from worker_client.fusion.tensor_queue import LOOK_S, TensorQueue
@@ -93,7 +93,7 @@ class Fusion:
     ) -> None:
         self._make = make
         self._communicator: Communicator | None = None
-        self._traffic = Traffic()  # of earlier ones
+        self._traffic = LinkTraffic()  # of earlier ones
         self._wire = wire
         self._trace = trace or Trace()
         self._threshold = threshold
@@ -136,7 +136,7 @@ class Fusion:
         return self._queue.waited_s
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         """What the links of all communicators have carried so far."""
         communicator, before = self._communicator, self._traffic
         return before if communicator is None else before.plus(communicator.traffic)
