@@ -116,6 +116,7 @@ autodoc_mock_imports = [
     "pytorch_lightning",
     "tensorflow",
     "torchft",
+    "transformers",
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
