@@ -113,6 +113,7 @@ autodoc_mock_imports = [
     "keras",
     "lightning",
     "lightning_fabric",
+    "mlx",
     "pytorch_lightning",
     "tensorflow",
     "torchft",

@@ -263,7 +263,7 @@ class Client:
                 and the result written to, its own memory. A tensor on a CUDA device is copied to
                 the host and back, as soon as this thread's current stream is done with what it has
                 been given so far; every rank must then pass one on a device. With a name, this
-                call waits for the copy.
+                call waits for the copy, as it always does for one of any other device.
             op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
             name: the same at every rank, and of one call at a time. The n-th calls of a name belong
                 together, also after one that failed.
