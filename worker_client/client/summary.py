@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from reducer.logs import program_shows
 from worker_client.communicators.communicator import LinkTraffic
-from worker_client.protocol._flight import Durations
+from worker_client.protocol import _flight
 
 if TYPE_CHECKING:
     from reducer.wire.messages import Straggler
@@ -59,7 +59,7 @@ class Summary:
     failure: str = ""
     traffic: LinkTraffic = field(default_factory=LinkTraffic)
     carries: float = 0.0
-    durations: Durations = field(default_factory=Durations)
+    durations: _flight.Durations = field(default_factory=_flight.Durations)
 
     @property
     def rate(self) -> float:
@@ -116,7 +116,7 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes" if unit == "bytes" else f"{count / one:.1f} {unit}"
 
 
-def measured(traffic: LinkTraffic, carries: float, durations: Durations) -> str:
+def measured(traffic: LinkTraffic, carries: float, durations: _flight.Durations) -> str:
     """Say what was measured of all-reduces, behind what they were; "" if none was made."""
     said = ""
     if traffic.rate:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from worker_client.communicators.communicator import Communicator
     from worker_client.fusion.negotiation import GivenUp, RoundDecision, Tensor
     from worker_client.fusion.tensor_queue import Request
-    from worker_client.protocol._flight import Durations
+    from worker_client.protocol import _flight
     from worker_client.staging.wire_rule import WireRule
     from worker_client.work import Work
 
@@ -142,7 +142,7 @@ class Fusion:
         return before if communicator is None else before.plus(communicator.traffic)
 
     @property
-    def durations(self) -> Durations:
+    def durations(self) -> _flight.Durations:
         """How long the calls that have ended well took, each from its submission to its end."""
         return self._queue.durations
 
