@@ -114,9 +114,11 @@ autodoc_mock_imports = [
     "keras",
     "lightning",
     "lightning_fabric",
+    "mlx",
     "pytorch_lightning",
     "tensorflow",
     "torchft",
+    "transformers",
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

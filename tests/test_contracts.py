@@ -23,11 +23,11 @@ FLOORS = {
 }
 # ... and what those of the worker's client may take from it.
 CLIENT_FLOORS = {
-    "_tensor_queue": {"fusion", "staging"},
+    "_tensor_queue": {"fusion", "protocol", "staging"},
     "_loop": {"protocol", "runtime", "work"},
 }
 FRAMEWORKS = {"torch", "lightning", "accelerate", "transformers", "deepspeed"}
-FRAMEWORKS |= {"tensorflow", "keras", "jax"}
+FRAMEWORKS |= {"tensorflow", "keras", "jax", "mlx"}
 HEAVY = FRAMEWORKS | {"zmq", "numpy", "pydantic", "typer", "rich", "structlog"}
 COMPILED = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.p[yx][xd]"))
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -149,6 +149,8 @@ def test_each_ends_once_with_the_sum(four):
     eventually(lambda: not any(communicator.busy for communicator in four))
     assert not any(communicator.closing for communicator in four)
     assert all(sum(communicator.counters) == 0 for communicator in four)
+    assert all(communicator.traffic.bytes_received > 0 for communicator in four)
+    assert all(communicator.traffic.busy_s > 0 for communicator in four)
 
 
 def in_blocks(four, count):

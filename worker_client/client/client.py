@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.messages import Straggler
     from worker_client.client.membership_change import MembershipChange, Resources
-    from worker_client.communicators.communicator import Communicator, Counters
+    from worker_client.communicators.communicator import Communicator, Counters, LinkTraffic
     from worker_client.communicators.elastic import Change
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
@@ -163,6 +163,20 @@ class Client:
         return mine if named is None else mine.plus(named.counters)
 
     @property
+    def traffic(self) -> LinkTraffic:
+        """What this client's links have carried so far, and whom the ranks waited for."""
+        return self._ordered.traffic.plus(self._fusion.traffic)
+
+    @property
+    def carries(self) -> float:
+        """What the links to other machines carry at best, bytes a second; 0 if that is unknown.
+
+        It is measured while all-reduces of 1 MiB or more are on their way.
+        """
+        named = self._fusion.communicator
+        return max(self._ordered.carries, 0.0 if named is None else named.carries)
+
+    @property
     def losses(self) -> int:
         """How often a reducer in use was lost; `counters` has those of calls with names besides."""
         named = self._fusion.communicator
@@ -193,6 +207,9 @@ class Client:
 
     def summary(self) -> Summary:
         """Return what this client has gone through so far, the straggler included; prints well."""
+        durations = _flight.Durations()
+        for some in (self._meter.durations, self._fusion.durations):
+            durations.merge(some)
         return Summary(
             rank=self.rank,
             world_size=self.world_size,
@@ -204,6 +221,9 @@ class Client:
             fallbacks=self.counters.fallbacks,
             straggler=self.straggler,
             failure=self._meter.failure,
+            traffic=self.traffic,
+            carries=self.carries,
+            durations=durations,
         )
 
     @property
@@ -243,7 +263,7 @@ class Client:
                 and the result written to, its own memory. A tensor on a CUDA device is copied to
                 the host and back, as soon as this thread's current stream is done with what it has
                 been given so far; every rank must then pass one on a device. With a name, this
-                call waits for the copy.
+                call waits for the copy, as it always does for one of any other device.
             op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
             name: the same at every rank, and of one call at a time. The n-th calls of a name belong
                 together, also after one that failed.

@@ -6,6 +6,7 @@ import logging
 import math
 import socket
 import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReducerLostError
@@ -16,7 +17,7 @@ from worker_client.runtime.trace import Trace
 from worker_client.runtime.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reducer.errors import ReductionError
     from reducer.wire.messages import Straggler
@@ -46,6 +47,46 @@ class Counters(NamedTuple):
     def plus(self, other: Counters) -> Counters:
         """Return the sum of two."""
         return Counters(*map(sum, zip(self, other, strict=True)))
+
+
+class LinkTraffic(NamedTuple):
+    """What a communicator's links have carried, and all that it is made of; and whom ranks await.
+
+    Attributes:
+        bytes_sent, bytes_received: of contributions and of results on the network, without headers;
+            what this process's own reducer gets and gives is not on it.
+        busy_s: seconds while any all-reduce was on its way, but for stretches that failed.
+        waited_for_s: by rank: seconds that the others have waited for it alone, while reducers said
+            that it was the straggler.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    busy_s: float = 0.0
+    waited_for_s: Mapping[int, float] = MappingProxyType({})
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that came while all-reduces were on their way; 0: none came."""
+        return self.bytes_received / self.busy_s if self.busy_s else 0.0
+
+    def plus(self, other: LinkTraffic) -> LinkTraffic:
+        """Return the sum of two."""
+        waits = {
+            rank: self.waited_for_s.get(rank, 0.0) + other.waited_for_s.get(rank, 0.0)
+            for rank in {**self.waited_for_s, **other.waited_for_s}
+        }
+        return LinkTraffic(
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+            self.busy_s + other.busy_s,
+            waits,
+        )
+
+    def renumbered(self, ranks: Sequence[int]) -> LinkTraffic:
+        """Return it with a rank's number in `ranks` in place of its place there."""
+        waits = {ranks[rank]: waited_s for rank, waited_s in self.waited_for_s.items()}
+        return self._replace(waited_for_s=waits)
 
 
 class Communicator:
@@ -142,6 +183,16 @@ class Communicator:
     def counters(self) -> Counters:
         """What it has gone through so far."""
         return self.inner.counters
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        """What its links have carried so far."""
+        return self.inner.traffic
+
+    @property
+    def carries(self) -> float:
+        """What its links to other machines carry at best, bytes a second; 0 if that is unknown."""
+        return self.inner.carries
 
     @property
     def closing(self) -> bool:
@@ -326,6 +377,21 @@ class FlatCommunicator(Communicator):
     def counters(self) -> Counters:
         seen = self.session.failover
         return Counters(seen.losses, seen.moved, seen.claimed, seen.supplied)
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        flight = self.session.flight
+        seen = [flight.stats(link.index) for link in self.session.network_links]
+        return LinkTraffic(
+            sum(one.bytes_sent for one in seen),
+            sum(one.bytes_received for one in seen),
+            flight.busy_s,
+            dict(self.session.waited_for_s),
+        )
+
+    @property
+    def carries(self) -> float:
+        return sum(map(self.session.rate_of, self.session.network_links))
 
     def join(self, timeout_s: float) -> None:
         """Wait for the reducers; if none answers, for as long as `spec.wait_s` says.

@@ -36,7 +36,7 @@ from reducer.errors import (
 )
 from reducer.wire.header import fingerprint
 from reducer.wire.messages import decode_error, encode_error
-from worker_client.communicators.communicator import Communicator
+from worker_client.communicators.communicator import Communicator, LinkTraffic
 from worker_client.communicators.node_fold import TYPES, fold, folded_as, rounded
 from worker_client.communicators.node_group import IN, OUT
 from worker_client.protocol.operation import Operation, reason, refused, refusing
@@ -152,6 +152,10 @@ class NodeCommunicator(Communicator):
     def straggler(self) -> Straggler | None:
         found = self.inner.straggler  # a node, as the ranks of this local rank see it
         return None if found is None else replace(found, rank=self.place.across[found.rank])
+
+    @property
+    def traffic(self) -> LinkTraffic:
+        return self.inner.traffic.renumbered(self.place.across)
 
     @property
     def closing(self) -> bool:

@@ -44,6 +44,8 @@ from worker_client.protocol._flight cimport (
     MeteredCall,
     OperationState,
     all_reduce,
+    durations_add,
+    now_ns,
     operation_t,
 )
 
@@ -238,6 +240,8 @@ cdef class Loop:
     def change(self):
         """Return the next connection that was made or has ended, once; None if there is none."""
         cdef connection *c
+        cdef connection_state state
+        cdef int error
         if not self.c.changes:
             return None
         for line in range(self.c.lines):
@@ -245,9 +249,9 @@ cdef class Loop:
             if c == NULL or not self.c.line[line].changed:
                 continue
             self.c.line[line].changed = False
+            state = loop_state(&self.c, line, &error)
             return LineChange(
-                line, c.state == OPEN, c.state == SUSPENDED, c.zmtp.ready,
-                c.error, c.zmtp.fault,
+                line, state == OPEN, state == SUSPENDED, c.zmtp.ready, error, c.zmtp.fault,
                 c.zmtp.peer_mechanism.decode("ascii", "replace"),
                 c.zmtp.reason.decode("ascii", "replace"),
             )
@@ -509,10 +513,13 @@ cdef class Core:
     cdef list completed(self):
         """Return what has ended well, once; another thread's is open until it is told so."""
         cdef OperationState operation
+        cdef double elapsed_s
         completed = self._flight.completed()
         for operation in completed:
             if operation.c != &operation.own:
                 self.open[operation] = None
+                elapsed_s = now_ns() / 1e9 - operation.c.begun
+                durations_add(&self._flight.c.unowned, <uint64_t>(1e9 * max(0.0, elapsed_s)))
         return completed
 
     def start(self):
