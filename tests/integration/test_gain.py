@@ -95,11 +95,21 @@ def profile(steps, ranks, name="gloo:all_reduce", *, shapes=True):
         {"Input Dims": [[size // 4]], "Input type": ["float"]} if shapes else {}
         for *_, size in exchanges(steps)
     ]
-    events = [
-        {"ph": "X", "name": name, "ts": ts, "dur": dur, "args": about}
+    asked = [
+        {"ph": "X", "name": "c10d::allreduce_", "ts": ts, "dur": 9.0, "args": {}}
+        for ts, *_ in exchanges(steps)
+    ]
+    forwards = [
+        {"ph": "X", "name": "DistributedDataParallel.forward", "ts": ts - 1e4, "dur": 9e3}
+        for ts, _, size in exchanges(steps)
+        if size == SIZES[0]
+    ]
+    # Gloo's thread has time for one a little after it was asked, and was busy before the trace.
+    done = [{"ph": "X", "name": name, "ts": 1.0, "dur": 9.0, "args": {}}] + [
+        {"ph": "X", "name": name, "ts": ts + 2e3, "dur": dur - 2e3, "args": about}
         for (ts, dur, _), about in zip(exchanges(steps), said, strict=True)
     ]
-    return {"traceEvents": events, "distributedInfo": {"world_size": ranks}}
+    return {"traceEvents": [*done, *asked, *forwards], "distributedInfo": {"world_size": ranks}}
 
 
 def read(path, content, options="--gbps 1"):

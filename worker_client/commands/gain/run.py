@@ -6,21 +6,20 @@ Under a launcher each rank runs the command with the script, and rank 0 prints.
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
 from reducer.commands import plan, terminal
 from reducer.errors import ConfigError
 from reducer.planning.network_model import MTU, Network, payload_share
-from reducer.planning.step_model import Bucket, Step, TrainingJob, predict, ways
+from reducer.planning.step_model import Step, TrainingJob, predict, ways
 from worker_client import config
 from worker_client.client import bootstrap
 from worker_client.commands.demo.ranks import free_port
@@ -41,7 +40,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedGain:
     """What the command line says; None is what it does not.
 
     Attributes:
@@ -76,7 +75,7 @@ def asked(
     *,
     every: int,
     steps: int,
-) -> Asked:
+) -> AskedGain:
     """Read what the command line says.
 
     Raises:
@@ -88,10 +87,10 @@ def asked(
     if gbps is not None and not 1e-3 <= gbps <= 1e6:
         raise ConfigError(f"gbps must be from 0.001 to 1000000, got {gbps}")
     pools = tuple(plan.sizes(reducers))
-    return Asked(workers, gbps, plan.seconds("round-trip", round_trip), pools, every, steps)
+    return AskedGain(workers, gbps, plan.seconds("round-trip", round_trip), pools, every, steps)
 
 
-def say(script: Sequence[str], trace: Path | None, asked: Asked, *, as_json: bool) -> None:
+def say(script: Sequence[str], trace: Path | None, asked: AskedGain, *, as_json: bool) -> None:
     """Print the answer.
 
     Raises:
@@ -115,7 +114,7 @@ def say(script: Sequence[str], trace: Path | None, asked: Asked, *, as_json: boo
     console.print(answer.advice(), highlight=False)
 
 
-def of_script(script: Sequence[str], asked: Asked, *, as_json: bool) -> Answer | None:
+def of_script(script: Sequence[str], asked: AskedGain, *, as_json: bool) -> Answer | None:
     """Run a script until its steps are measured; return the answer at rank 0, and None at others.
 
     Raises:
@@ -143,8 +142,7 @@ def of_script(script: Sequence[str], asked: Asked, *, as_json: bool) -> Answer |
 
     probe = Probe(asked.steps, now=ranks > 1, finish=finish)
     if resolved.world_size is None:  # nobody has started it: it is a job of its own
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update({**alone, "MASTER_PORT": str(free_port())})
+        config.be_alone(free_port())
     with ExitStack() as stack:
         stack.enter_context(probe.watching())
         if as_json:  # what the script prints is no part of the object
@@ -158,7 +156,7 @@ def of_script(script: Sequence[str], asked: Asked, *, as_json: bool) -> Answer |
     return answers[0]
 
 
-def of_trace(path: Path, asked: Asked) -> Answer:
+def of_trace(path: Path, asked: AskedGain) -> Answer:
     """Return the answer for a training that has been recorded.
 
     Raises:
@@ -199,7 +197,7 @@ def _run(script: Sequence[str]) -> None:
             raise
 
 
-def _answer(measured: Measured, asked: Asked, resolved: Resolved) -> Answer | None:
+def _answer(measured: Measured, asked: AskedGain, resolved: Resolved) -> Answer | None:
     """Bring together what all ranks have measured, and measure the links between them."""
     import torch.distributed as dist  # noqa: PLC0415 (takes seconds)
 
@@ -207,42 +205,50 @@ def _answer(measured: Measured, asked: Asked, resolved: Resolved) -> Answer | No
 
     costs = Costs(links.cast_s(), links.outer_s())
     ranks, local = dist.get_world_size(), resolved.local_world_size or 1
+    nodes = asked.workers or ranks // local
     group = dist.new_group(backend="gloo")
-    gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, (measured, costs), group)
+    measured, costs = slowest(measured, costs, group)
     network = _network(asked) if asked.gbps else _measured_network(group)
     if dist.get_rank() > 0:
         return None
-    nodes = asked.workers or ranks // local
-    step = slowest([one.step for one, _ in gathered], nodes * local)
-    slow = Costs(
-        {name: max(said.cast_s[name] for _, said in gathered) for name in costs.cast_s},
-        max(said.outer_s for _, said in gathered),
-    )
-    job = TrainingJob(step, nodes * local, nodes, network, asked.every, *slow)
-    now = [one.now_s for one, _ in gathered if one.now_s is not None]
-    return _predicted(job, asked, max(now) if now and nodes * local == ranks else None)
+    step = measured.step
+    if step.samples is not None:
+        step = replace(step, samples=step.samples * nodes * local // ranks)
+    job = TrainingJob(step, nodes * local, nodes, network, asked.every, *costs)
+    return _predicted(job, asked, measured.now_s if nodes * local == ranks else None)
 
 
-def slowest(steps: Sequence[Step], ranks: int) -> Step:
-    """Return a step in which whatever the ranks do takes as long as at the slowest of them.
+def slowest(measured: Measured, costs: Costs, group: dist.ProcessGroup) -> tuple[Measured, Costs]:
+    """Return what has everything take as long as at the slowest rank, and all ranks' samples.
 
-    All have the same buckets. Samples are those of so many ranks.
+    All ranks call it. All have the same buckets, which DDP sees to.
     """
-    buckets = [
-        Bucket(max(one.ready_s for one in alike), alike[0].nbytes, alike[0].rounded)
-        for alike in zip(*(step.buckets for step in steps), strict=True)
-    ]
-    samples = sum(step.samples or 0 for step in steps) * ranks // len(steps)
-    return Step(
-        max(step.compute_s for step in steps),
-        tuple(buckets),
-        max(step.backward_s or 0.0 for step in steps),
-        samples or None,
+    import torch  # noqa: PLC0415 (takes seconds)
+    import torch.distributed as dist  # noqa: PLC0415
+
+    step, names = measured.step, [*costs.cast_s]
+    said = torch.tensor(
+        [
+            *(step.compute_s, step.backward_s or 0.0, measured.now_s or 0.0, costs.outer_s),
+            *costs.cast_s.values(),
+            *(bucket.ready_s for bucket in step.buckets),
+        ],
+        dtype=torch.float64,
     )
+    samples = torch.tensor(step.samples or 0)
+    dist.all_reduce(said, dist.ReduceOp.MAX, group)
+    dist.all_reduce(samples, group=group)
+    compute_s, backward_s, now_s, outer_s, *others = said.tolist()
+    cast_s = dict(zip(names, others, strict=False))
+    ready_s = others[len(names) :]
+    buckets = [
+        bucket._replace(ready_s=at) for bucket, at in zip(step.buckets, ready_s, strict=True)
+    ]
+    found = Step(compute_s, tuple(buckets), backward_s, int(samples) or None)
+    return measured._replace(step=found, now_s=now_s or None), Costs(cast_s, outer_s)
 
 
-def _network(asked: Asked) -> Network:
+def _network(asked: AskedGain) -> Network:
     assert asked.gbps is not None, "otherwise links are measured"
     rate = asked.gbps * payload_share(MTU) * 1e9 / 8
     return Network(rate, rate, asked.round_trip_s)
@@ -269,7 +275,7 @@ def _measured_network(group: dist.ProcessGroup) -> Network:
     return network._replace(reducer_rate=min(rates))
 
 
-def _predicted(job: TrainingJob, asked: Asked, now_s: float | None) -> Answer:
+def _predicted(job: TrainingJob, asked: AskedGain, now_s: float | None) -> Answer:
     servers = len(config.load().servers)
     pools = asked.pools or ((servers,) if servers else tuple({max(1, job.nodes // 2), job.nodes}))
     found = [predict(job, way) for way in ways(sorted({*pools} - {0}))]
