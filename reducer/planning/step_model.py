@@ -2,10 +2,10 @@
 
 **The model.** A step computes for a time that was measured while nothing was exchanged, and DDP's
 buckets are ready at moments of it. They travel one after another. Each keeps the busiest card, or
-the cast to fewer bits, busy for its bytes while the backward pass goes on; then its result comes
-with what `network_model.Times` calls idle. What a step does after its last bucket was ready waits
-for all results. DiLoCo exchanges nothing in a step, and all parameters at once in one of `every`,
-while nobody computes. Beside that processors cost nothing.
+a rank's processor that casts it and makes its calls, busy while the backward pass goes on; then its
+result comes with what `network_model.Times` calls idle. What a step does after its last bucket was
+ready waits for all results. DiLoCo exchanges nothing in a step, and all parameters at once in one
+of `every`, while nobody computes. Beside that processors cost nothing.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ class Bucket(NamedTuple):
         ready_s: when its gradients are there, seconds since the step began.
         nbytes: of its gradients.
         rounded: bytes of those of its float32 gradients that a wire type rounds.
+        calls: all-reduces that it takes then; it is one as it is.
     """
 
     ready_s: float
     nbytes: int
     rounded: int
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ class TrainingJob:
         every: steps from one outer step of DiLoCo to the next.
         cast_s: seconds for each byte of float32 that a rank casts to a type and back, by its name.
         outer_s: seconds for each byte of parameters in an outer step, beside the all-reduce.
+        call_s: that each of several all-reduces takes a rank, if many are in flight.
     """
 
     step: Step
@@ -110,6 +113,7 @@ class TrainingJob:
     every: int = 50
     cast_s: Mapping[str, float] = field(default_factory=dict)
     outer_s: float = 0.0
+    call_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.nodes < 2 or self.ranks < self.nodes:
@@ -146,7 +150,8 @@ def predict(job: TrainingJob, way: Way) -> Prediction:
     if way.kind == "none":
         return Prediction(way, 0.0, step.compute_s)
     rounded = sum(bucket.rounded for bucket in step.buckets)
-    whole = sum(_times(job, way, Bucket(0.0, step.nbytes, rounded)))
+    calls = 1 if way.kind == "diloco" else sum(bucket.calls for bucket in step.buckets)
+    whole = sum(_times(job, way, Bucket(0.0, step.nbytes, rounded, calls)))
     if way.kind == "diloco":
         outer_s = whole + job.outer_s * step.nbytes
         return Prediction(way, whole, step.compute_s + outer_s / job.every)
@@ -187,11 +192,12 @@ def _times(job: TrainingJob, way: Way, bucket: Bucket) -> Times:
     wire = WIRES[way.wire]
     rounded = bucket.rounded if wire is not None else 0
     nbytes = bucket.nbytes - rounded
-    cast_s = at_once_s = 0.0
+    processor_s = at_once_s = 0.0
     if wire is not None and rounded:
         nbytes += wire.nbytes(rounded // FLOAT_BYTES)
         cast_s = rounded * job.cast_s.get(way.wire, 0.0)
         at_once_s = cast_s * min(1.0, CAST_AT_ONCE / rounded)
+        processor_s = cast_s + bucket.calls * job.call_s
     _, topology = fastest(nbytes, job.nodes, way.reducers, job.network)
     times = card_times(nbytes, job.nodes, way.reducers, topology, job.network)
-    return Times(max(times.busy_s, cast_s), times.idle_s + at_once_s)
+    return Times(max(times.busy_s, processor_s), times.idle_s + at_once_s)

@@ -81,6 +81,13 @@ def test_a_cast_takes_what_no_link_hides():
     assert predict(quick, Way("reducers", 4, "int8")).step_s == pytest.approx(2.04, rel=0.01)
 
 
+def test_many_small_calls_take_what_no_link_hides():
+    bucket = (0.0, 8 * MB, 8 * MB, 400)  # 0.02 s of links
+    slow = job(bucket, compute_s=0.0, call_s=1e-3)
+    assert predict(slow, Way("reducers", 4, "int8")).step_s == pytest.approx(0.4, rel=0.02)
+    assert predict(slow, Way("reducers", 4)).step_s == pytest.approx(0.08, rel=0.1)
+
+
 def test_outer_steps_are_shared_by_the_steps_between_them():
     found = job((0.0, 800 * MB, 0), compute_s=3.0, every=20, outer_s=1e-8)
     # 8 s of an all-reduce and 8 of memory, every 20 steps.

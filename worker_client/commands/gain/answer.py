@@ -89,6 +89,11 @@ class Answer:
                 "now_s": self.now_s,
             },
             "links": {**self.job.network._asdict(), "measured": self.measured_links},
+            "costs": {
+                "cast_s": self.job.cast_s,
+                "outer_s": self.job.outer_s,
+                "call_s": self.job.call_s,
+            },
             "ranks": self.job.ranks,
             "machines": self.job.nodes,
             "ways": [

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from reducer.planning.network_model import ring_factor
 from reducer.planning.step_model import WIRES
+from worker_client import config
+from worker_client.client.bootstrap import connect
 from worker_client.staging import casts
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ TRIES = 3
 FIRST_BYTES, MOST_BYTES = 256 << 10, 64 << 20  # of the all-reduces that measure a link
 LONG_ENOUGH_S = 0.5
 ROUND_TRIPS = 20
+CALLS = 200  # in flight
 CAST_BYTES = 8 << 20  # of float32
 # What an outer step reads and writes of memory, in sums of one array to another: pseudo-gradient,
 # momentum, step, and the way back into the model (`worker_client.outer.fragment`).
@@ -77,6 +80,24 @@ def cast_s() -> dict[str, float]:
         widen_s = _median_s(partial(best.widen, wire, values, dtype))
         found[name] = (narrow_s + widen_s) / CAST_BYTES
     return found
+
+
+def call_s() -> float:
+    """Return the seconds that each of many all-reduces in flight takes a client like `attach`'s.
+
+    All ranks call it.
+    """
+    job = config.load().job
+    data = np.zeros((CALLS, 256), np.float32)
+
+    def all_at_once() -> None:
+        for work in [client.all_reduce(row, "sum") for row in data]:
+            work.wait()
+
+    with connect(**({"job": f"{job}/gain"} if job else {})) as client:
+        seconds = _median_s(all_at_once) / CALLS
+        dist.barrier()  # a rank that hosts a reducer leaves when all have their last result
+    return seconds
 
 
 def outer_s() -> float:

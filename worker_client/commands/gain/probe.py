@@ -76,7 +76,7 @@ class _TimedStep:
         self.begun = begun
         self.forwarded: Any = begun  # the end of its last forward pass
         self.ready: list[Any] = []
-        self.sizes: list[tuple[int, int]] = []  # of each bucket: bytes, and those that are rounded
+        self.sizes: list[tuple[int, int, int]] = []  # of each bucket, as of `Bucket`
         self.samples = 0
         self.complete = False
 
@@ -172,9 +172,15 @@ class Probe:
     def _ready(self, bucket: GradBucket) -> None:
         step = self._steps[-1]
         step.ready.append(self._clock.mark())
-        gradients = [one for one in bucket.gradients() if one.dtype is torch.float32]
-        rounded = sum(one.nbytes for one in gradients if one.nbytes >= SMALLEST_BYTES)
-        step.sizes.append((bucket.buffer().nbytes, rounded))
+        gradients = bucket.gradients()
+        large = [
+            one.nbytes
+            for one in gradients
+            if one.dtype is torch.float32 and one.nbytes >= SMALLEST_BYTES
+        ]
+        # As `ReductionState.calls` makes them: what is small shares one.
+        calls = len(large) + (len(large) < len(gradients))
+        step.sizes.append((bucket.buffer().nbytes, sum(large), calls))
         step.complete = step.complete or bucket.is_last()
 
     def _measured(self) -> Measured:

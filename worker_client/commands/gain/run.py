@@ -65,6 +65,7 @@ class Costs(NamedTuple):
 
     cast_s: dict[str, float]
     outer_s: float
+    call_s: float = 0.0
 
 
 def asked(
@@ -203,7 +204,7 @@ def _answer(measured: Measured, asked: AskedGain, resolved: Resolved) -> Answer 
 
     from worker_client.commands.gain import links  # noqa: PLC0415 (loads torch)
 
-    costs = Costs(links.cast_s(), links.outer_s())
+    costs = Costs(links.cast_s(), links.outer_s(), links.call_s())
     ranks, local = dist.get_world_size(), resolved.local_world_size or 1
     nodes = asked.workers or ranks // local
     group = dist.new_group(backend="gloo")
@@ -229,8 +230,8 @@ def slowest(measured: Measured, costs: Costs, group: dist.ProcessGroup) -> tuple
     step, names = measured.step, [*costs.cast_s]
     said = torch.tensor(
         [
-            *(step.compute_s, step.backward_s or 0.0, measured.now_s or 0.0, costs.outer_s),
-            *costs.cast_s.values(),
+            *(step.compute_s, step.backward_s or 0.0, measured.now_s or 0.0),
+            *(costs.outer_s, costs.call_s, *costs.cast_s.values()),
             *(bucket.ready_s for bucket in step.buckets),
         ],
         dtype=torch.float64,
@@ -238,14 +239,14 @@ def slowest(measured: Measured, costs: Costs, group: dist.ProcessGroup) -> tuple
     samples = torch.tensor(step.samples or 0)
     dist.all_reduce(said, dist.ReduceOp.MAX, group)
     dist.all_reduce(samples, group=group)
-    compute_s, backward_s, now_s, outer_s, *others = said.tolist()
+    compute_s, backward_s, now_s, outer_s, call_s, *others = said.tolist()
     cast_s = dict(zip(names, others, strict=False))
     ready_s = others[len(names) :]
     buckets = [
         bucket._replace(ready_s=at) for bucket, at in zip(step.buckets, ready_s, strict=True)
     ]
     found = Step(compute_s, tuple(buckets), backward_s, int(samples) or None)
-    return measured._replace(step=found, now_s=now_s or None), Costs(cast_s, outer_s)
+    return measured._replace(step=found, now_s=now_s or None), Costs(cast_s, outer_s, call_s)
 
 
 def _network(asked: AskedGain) -> Network:
