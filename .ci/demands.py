@@ -112,8 +112,8 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/outer/*", ("tests/quorum", f"{JOBS}quorum.py", FRAMEWORKS)),
     (_modules("lifecycle operation"), (f"{JOBS}rank_loss.py", f"{JOBS}faults.py")),
     (
-        _modules("hierarchical node_* placement"),
-        (f"{JOBS}hierarchy", "tests/lab/test_hierarchy.py"),
+        _modules("node node_* placement"),
+        (f"{JOBS}nodes", "tests/lab/test_nodes.py"),
     ),
     (_modules("wire_rule casting weighted cast*"), (f"{JOBS}wire_dtype.py",)),
     ("worker_client/staging/cast*", ("tests/kernels",)),

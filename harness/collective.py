@@ -234,8 +234,8 @@ class Nodes:
             told += [int(its.fixed), its.dtype, its.seed]
             command = [*start, LIBRARY, its.version, folder, rank, ranks, *told]
             environment = {**environments(), **settings, **per_rank(rank)}
-            if hosts:
-                environment["REDUCTION_INTERFACE"] = hosts[rank].address
+            if hosts and hosts[rank].name != "localhost":
+                environment["NCCL_SOCKET_IFNAME"] = "eth0"
             host = hosts[rank] if hosts else None
             self.nodes.append(Node([*map(str, command)], environment, host))
 

@@ -21,6 +21,11 @@ ABORT_S = 5.0
 LAST_LINES = 5
 
 
+def say(what: object) -> None:
+    """Tell an object, in one piece: another thread may tell one at the same time."""
+    print(json.dumps(what) + "\n", end="", flush=True)
+
+
 class Process:
     """A Python process of this checkout: ``"-m", MODULE`` and arguments are its command.
 

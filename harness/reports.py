@@ -1,16 +1,17 @@
 """What a rank of a training tells the process that started it."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from harness.processes import say
+
 
 def report(event: str, **values: Any) -> None:
-    print(json.dumps({"event": event, "rank": dist.get_rank(), **values}), flush=True)
+    say({"event": event, "rank": dist.get_rank(), **values})
 
 
 def digest(weights: Iterable[torch.Tensor]) -> str:

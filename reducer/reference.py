@@ -170,8 +170,9 @@ class Reducer:
         self._unknown: dict[bytes, float] = {}  # until when a stranger is not told so again
         self._handlers = {kind: getattr(self, f"_{kind.name.lower()}") for kind in FROM_MEMBERS}
 
-    def receive(self, peer: bytes, frames: list[bytes]) -> None:
+    def receive(self, peer: bytes, frames: list[bytes], now: float) -> None:
         """Take one message; whatever is wrong with it concerns its sender alone."""
+        self._now = now
         if peer in self.ending:
             return
         try:
@@ -223,8 +224,7 @@ class Reducer:
 
     def drain(self, address: str) -> None:
         """Tell every member that this reducer shuts down, and admit no other."""
-        text = f"reducer {address} is shutting down"
-        self._closing = errors.ReducerLostError(text, reducer=address)
+        self._closing = errors.ReducerLostError("this reducer is shutting down", reducer=address)
         for peer in self.members:
             self._say(peer, Header(M.GOODBYE))
 
@@ -563,16 +563,16 @@ def serve(bind: str, stop: Event, ready: Callable[[str], object], io_threads: in
 
 def _step(router: zmq.Socket[bytes], reducer: Reducer, lines: Lines) -> None:
     router.poll(50)
+    now = time.monotonic()
     for _ in range(64):
         if not router.poll(0):
             break
         peer, *frames = router.recv_multipart(copy=False)
         if peer.bytes not in lines:
             with suppress(OSError):  # these may be its last words
-                line = socket.socket(fileno=os.dup(int(frames[0].get("__fd"))))
-                lines[peer.bytes] = line, time.monotonic()
-        reducer.receive(peer.bytes, [frame.bytes for frame in frames])
-    reducer.tick(now := time.monotonic())
+                lines[peer.bytes] = socket.socket(fileno=os.dup(int(frames[0].get("__fd")))), now
+        reducer.receive(peer.bytes, [frame.bytes for frame in frames], now)
+    reducer.tick(now)
     ended = {peer: True for peer in lines if _ends(peer, reducer, lines, now)}
     for to, message in reducer.out:
         try:

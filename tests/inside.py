@@ -8,6 +8,16 @@ def communicator(client):
     return client._ordered
 
 
+def rail(client):
+    """What a node's rank does between nodes, which its callers see the end of alone."""
+    return client._ordered.inner
+
+
+def send(node):
+    """What starts an all-reduce between nodes, at instants that no caller knows."""
+    return node._send
+
+
 def flat(client):
     """What moves the all-reduces of a client on now, and what decides for it."""
     found = communicator(client)

@@ -23,7 +23,7 @@ FLOORS = {
 }
 # ... and what those of the worker's client may take from it.
 CLIENT_FLOORS = {
-    "_tensor_queue": {"fusion", "staging"},
+    "_tensor_queue": {"fusion", "protocol", "staging"},
     "_loop": {"protocol", "runtime", "work"},
 }
 FRAMEWORKS = {"torch", "lightning", "accelerate", "transformers", "deepspeed"}

@@ -111,8 +111,8 @@ def loss(scene: Scene, count: int) -> Row:
 
 def slow(scene: Scene, count: int) -> Row:
     """One reducer's link has a tenth of the others' rate."""
-    scene.begin(count)
     scene.lab.set_rate(scene.reducers[GONE], MBIT / 10)
+    scene.begin(count)
     scene.finish()
     return account("slow reducer", scene, count)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 import worker_client
 from harness import oracle
+from harness.processes import say
 from reducer.errors import ReductionError
 from worker_client.client.bootstrap import connect
 from worker_client.client.client import Client
@@ -123,7 +124,7 @@ def _join(part: Part) -> Client:
 
 
 def _say(what: str, at: float | None = None, **facts: Any) -> None:
-    print(json.dumps({"what": what, "at": at or time.monotonic(), **facts}), flush=True)
+    say({"what": what, "at": at or time.monotonic(), **facts})
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from torture.guarantee_job import Job, Member, Tally, pump
+from torture.guarantee_plan import THREADS
 from torture.guarantee_pool import Reducers, reset
 
 log = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ EARLY = 0.15  # how often a fault comes while a job begins
 LEAVE_S = 4.0  # for the others to hear by themselves that a rank is gone
 END_S = 40.0  # for all to leave, once they were told to
 GOOD = 5  # right results that every thread of a rank must have after a fault
+SAID = 3  # errors of a thread that are told of a job without them
 
 
 class Arena:
@@ -314,14 +316,14 @@ class Arena:
     def _give_up(self, job: Job) -> None:
         said = "; ".join(
             f"rank {m.rank}: {m.state}, {m.right} right, {m.failed} failed, steps {m.steps}, "
-            f"{m.why}, {m.errors[-3:]}"
+            f"{m.why}, {_latest(m.errors)}"
             for m in job.members
         )
         job.find(None, "stall", f"no good results for {self._patience_s:g} s: {said}")
-        self._abort(job.running)
-        for member in job.members:
-            if member.alive:
-                job.find(member, "stall", "where it was")
+        stuck = job.running
+        self._abort(stuck)
+        for member in stuck:
+            job.find(member, "stall", "where it was")
         job.end()
 
     def _conclude(self, job: Job) -> None:
@@ -340,3 +342,11 @@ class Arena:
         for member in members:
             member.signal(signal.SIGABRT)
         self._until(lambda: not any(member.alive for member in members), 5.0)
+
+
+def _latest(errors: list[str]) -> list[str]:
+    """Return the latest errors of each thread, of which some may have many more than others."""
+    said: list[str] = []
+    for thread in THREADS:
+        said += [error for error in errors if error.startswith(f"call {thread}.")][-SAID:]
+    return said

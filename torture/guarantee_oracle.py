@@ -83,8 +83,7 @@ class Oracle:
             rounded = is_rounded(call, shape.wire_dtype)
             whole = len(shape.groups) == 1
             fold, parts = _FOLDS[call.op], []
-            # What is rounded between nodes is the mean of each, which is never too large for it.
-            of_means = rounded and not whole and call.op == "mean"
+            of_means = not whole and call.op == "mean"  # of each node, and then of these
             for group in shape.groups:
                 # What travels: of a flat job each contribution, of a node the fold of its ranks.
                 values = [self._brought(call, rank) for rank in group]
@@ -106,8 +105,7 @@ class Oracle:
             if whole and rounded:
                 total = through(total, shape.wire_dtype, dithered=True)
             if call.weights is not None:
-                ranks = [rank for group in shape.groups for rank in group]
-                total = total / total.dtype.type(_mean_weight(call.weights, ranks))
+                total = total / total.dtype.type(_mean_weight(call.weights, shape.groups))
             return narrow(total, call.dtype)
 
     def _brought(self, call: Call, rank: int) -> Array:
@@ -164,11 +162,14 @@ def is_rounded(call: Call, wire_dtype: str) -> bool:
     )
 
 
-def _mean_weight(weights: Sequence[float], ranks: Sequence[int]) -> float:
-    total = np.float64(weights[ranks[0]])
-    for rank in ranks[1:]:
-        total = total + np.float64(weights[rank])
-    return float(total / np.float64(len(ranks)))
+def _mean_weight(weights: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
+    means = []
+    for ranks in groups:
+        total = np.float64(weights[ranks[0]])
+        for rank in ranks[1:]:
+            total = total + np.float64(weights[rank])
+        means.append(float(total / np.float64(len(ranks))))
+    return means[0] if len(groups) == 1 else _mean_weight(means, [range(len(groups))])
 
 
 def _folded(values: Sequence[Array], fold: Fold) -> Array:

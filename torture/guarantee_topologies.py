@@ -10,7 +10,7 @@ from lab import Lab
 from reducer.commands.keygen import keygen
 from torture.guarantee_faults import Arena
 from torture.guarantee_job import Job, Tally
-from torture.guarantee_life import Part
+from torture.guarantee_life import MOST_REST_S, Part
 from torture.guarantee_plan import Plan
 from torture.guarantee_pool import Reducers
 
@@ -207,6 +207,12 @@ def arrange(
         settings=settings,
     )
 
+    patience_s = topology.patience_s
+    if topology.elastic:
+        # A rank that dies while no reducer is there is waited for: one thread may have nothing but
+        # errors until its job is over, each after a call's time and as much to reconcile.
+        patience_s = max(patience_s, (part.most_errors + 1) * (2 * TIMEOUT_S + MOST_REST_S))
+
     def of_rank(rank: int) -> dict[str, Any]:
         environment = dict(topology.environment)
         if nodes is not None:
@@ -225,7 +231,7 @@ def arrange(
         topology.faults,
         tally,
         rng,
-        patience_s=topology.patience_s,
+        patience_s=patience_s,
         elastic=topology.elastic,
         resumes=topology.round_trip_ms > 0,
         survives_pool="REDUCTION_FALLBACK" in topology.environment,

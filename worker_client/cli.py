@@ -173,6 +173,24 @@ def merge(
     typer.echo(terminal.wrapped(f"{output}: open it at ui.perfetto.dev or in chrome://tracing", 4))
 
 
+@timeline.command()
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Timelines, or directories of them.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The page; a PNG of its pictures goes beside it.")
+    ] = Path("report.html"),
+) -> None:
+    """Show on one page where a job's time went: by rank, size and reducer, and who was late."""
+    from reducer.commands import terminal  # noqa: PLC0415 (loads rich)
+    from worker_client.commands import timeline_report as its  # noqa: PLC0415 (loads NumPy)
+
+    for line in its.report(files, output):
+        typer.echo(terminal.wrapped(line, 4))
+    typer.echo(terminal.wrapped(f"{output}: open it in a browser", 4))
+
+
 def main() -> None:
     """Run the command; our own errors become sentences, and exit code 2 if a setting is wrong."""
     try:

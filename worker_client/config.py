@@ -194,9 +194,9 @@ class WorkerConfig(BaseSettings):
 
     hierarchy: Literal["off", "auto"] = "off"
     """``auto``: where several nodes have equally many ranks, more than one, the ranks of a node
-    reduce among themselves first, so that the node's network card carries each buffer once. Results
-    may then differ in the last place, a failure within a node ends the client, and small buffers
-    take longer. Not with REDUCTION_ON_RANK_LOST."""
+    reduce among themselves first, in process groups of torch's, so that the node's network card
+    carries each buffer once. Results may then differ in the last place, a rank that is lost ends
+    the clients of its node, and small buffers take longer. Elsewhere it has no effect."""
 
     wire_dtype: Literal["none", "bf16", "fp16", "int8", "fp8_e4m3"] = "none"
     """``bf16`` or ``fp16``: float32 buffers of 16 KiB and more travel in 16 bits for sum, mean, min

@@ -21,7 +21,7 @@ from reducer.commands.terminal import FittedTable
 from reducer.config import parse_http
 from reducer.errors import ConfigError, ReducerLostError, ReductionError, RemoteProtocolError
 from reducer.monitoring.status import dump, load
-from reducer.wire.messages import Straggler, printable, worst
+from reducer.wire.messages import printable, worst
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +53,14 @@ class Rates(NamedTuple):
     contributions: float
     bytes_in: float
     bytes_out: float
+
+
+class JobRates(NamedTuple):
+    """What a job did at one reducer or at all, per second; `all_reduces` is that of one."""
+
+    bytes_in: float
+    bytes_out: float
+    all_reduces: float
 
 
 def status(
@@ -99,11 +107,11 @@ def top(
 def _looks(where: list[str], interval_s: float, count: int) -> Iterator[RenderableType]:
     """Yield what reducers do, `count` times, or for ever if that is 0."""
     before = read_all(where)
-    yield render(before, {})
+    yield render(before, [])
     for _ in range(1, count) if count else itertools.count():
         time.sleep(interval_s)
         after = read_all(where)
-        yield render(after, rates_between(before, after))
+        yield render(after, before)
         before = after
 
 
@@ -203,17 +211,19 @@ def _find(port: str) -> Found:
         return Found(port, None, error)
 
 
-def render(found: Sequence[Found], rates: dict[str, Rates] | None = None) -> RenderableType:
+def render(found: Sequence[Found], earlier: Sequence[Found] | None = None) -> RenderableType:
     """Return the tables of reducers and of jobs, and what is wrong.
 
     Args:
         found: what the reducers said.
-        rates: by address; with them rates are shown in place of totals.
+        earlier: what they said before, or nothing; then rates are shown in place of totals, and
+            those of jobs are of the time since.
     """
+    rates = None if earlier is None else rates_between(earlier, found)
     parts: list[RenderableType] = [reducers(found, rates)]
     known = [each.status for each in found if each.status]
     if any(status.jobs for status in known):
-        parts.append(jobs(known))
+        parts.append(jobs(found, earlier or ()))
         parts += [Text(_plain(line), style="yellow") for line in stragglers(known)]
     parts += [Text(_plain(str(each.error)), style="red") for each in found if each.error]
     return Group(*parts)
@@ -224,14 +234,16 @@ def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> FittedTa
     per = "" if rates is None else "/s"
     columns: dict[str, Callable[[ReducerStatus, Rates], str]] = {
         "state": lambda status, _: status.state,
+        "up": lambda status, _: duration(status.uptime_s),
         "jobs": lambda status, _: str(status.jobs_total),
         "ranks": lambda status, _: str(max((lane.members for lane in status.lanes), default=0)),
-        "reserved": lambda status, _: _share(status.memory.reserved, status.memory.limit),
-        f"contributions{per}": lambda _, done: f"{done.contributions:,.0f}",
         f"in{per}": lambda _, done: size(done.bytes_in),
         f"out{per}": lambda _, done: size(done.bytes_out),
+        "reserved": lambda status, _: _share(status.memory.reserved, status.memory.limit),
+        f"contributions{per}": lambda _, done: f"{done.contributions:,.0f}",
         "refused": lambda status, _: str(status.counters.get("refused", 0)),
         "failed": lambda status, _: str(status.counters.get("rounds_failed", 0)),
+        "version": lambda status, _: status.version,
     }
     rows = []
     for address, status, _ in found:
@@ -244,14 +256,19 @@ def reducers(found: Sequence[Found], rates: dict[str, Rates] | None) -> FittedTa
     return FittedTable("Reducers", ("HTTP port", *columns), rows, texts=2)
 
 
-def jobs(statuses: Sequence[ReducerStatus]) -> FittedTable:
+def jobs(found: Sequence[Found], earlier: Sequence[Found]) -> FittedTable:
     """Return one row for each generation of each job, over all reducers that have it."""
-    groups: dict[tuple[str, int], list[JobStatus]] = {}
-    for status in statuses:
-        for job in status.jobs:
-            groups.setdefault((job.name, job.generation), []).append(job)
-    ordered = sorted(groups.values(), key=lambda group: -sum(job.reserved for job in group))
+    before = {each.address: each.status for each in earlier}
+    groups: dict[tuple[str, int], list[tuple[JobStatus, JobRates | None]]] = {}
+    statuses = [each.status for each in found if each.status]
+    for address, status, _ in found:
+        for job in status.jobs if status else ():
+            rates = _job_rates(job, status, before.get(address))
+            groups.setdefault((job.name, job.generation), []).append((job, rates))
+    ordered = sorted(groups.values(), key=lambda group: -sum(job.reserved for job, _ in group))
     rows = [_job(group, len(statuses)) for group in ordered[:MAX_ROWS]]
+    if all(row["generation"] == "0" for row in rows):
+        rows = [{name: cell for name, cell in row.items() if name != "generation"} for row in rows]
     further = len(ordered) > MAX_ROWS or any(
         status.jobs_total > len(status.jobs) for status in statuses
     )
@@ -266,12 +283,16 @@ def jobs(statuses: Sequence[ReducerStatus]) -> FittedTable:
 
 def stragglers(statuses: Sequence[ReducerStatus]) -> list[str]:
     """Say which rank of each job the others wait for, as most of its reducers see it."""
-    found: dict[str, list[Straggler]] = {}
+    found: dict[str, list[JobStatus]] = {}
     for job in (job for status in statuses for job in status.jobs):
         if job.straggler is not None:
-            found.setdefault(job.name, []).append(job.straggler)
-    lines = [f"job {name}: {worst(told)}" for name, told in sorted(found.items())]
-    return lines[:MAX_ROWS]
+            found.setdefault(job.name, []).append(job)
+    lines = []
+    for name, told in sorted(found.items())[:MAX_ROWS]:
+        its = worst(job.straggler for job in told)
+        host = its and next(filter(None, (job.host_of(its.rank) for job in told)), "")
+        lines.append(f"job {name}: {its}{host and f' (on {host})'}")
+    return lines
 
 
 def rates_between(before: Sequence[Found], after: Sequence[Found]) -> dict[str, Rates]:
@@ -288,6 +309,48 @@ def rates_between(before: Sequence[Found], after: Sequence[Found]) -> dict[str, 
                 *(_rate(now, then, name, seconds) for name in Rates._fields)
             )
     return found
+
+
+def _job_rates(
+    job: JobStatus, status: ReducerStatus, before: ReducerStatus | None
+) -> JobRates | None:
+    """Return what a job did since a look before, else lately; None if neither is known."""
+    key = job.name, job.generation
+    was = None
+    if before and before.incarnation == status.incarnation:
+        was = next((one for one in before.jobs if (one.name, one.generation) == key), None)
+    if was is not None and before and status.uptime_s > before.uptime_s:
+        seconds = status.uptime_s - before.uptime_s
+        ends = zip(_moved(job), _moved(was), strict=True)
+        return JobRates(*(max(0, now - then) / seconds for now, then in ends))
+    if job.lately is None or job.lately.seconds <= 0:
+        return None
+    done = job.lately.bytes_in, job.lately.bytes_out, job.lately.all_reduces
+    return JobRates(*(each / job.lately.seconds for each in done))
+
+
+def _moved(job: JobStatus) -> tuple[int, int, int]:
+    return job.traffic.bytes_in, job.traffic.bytes_out, job.traffic.all_reduces
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in whole units, as the page does."""
+    minutes = int(seconds) // 60
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h" if minutes < 48 * 60 else f"{minutes // 60 // 24} days"
+
+
+def _time(seconds: float) -> str:
+    """Return a time in two digits; - if there is none."""
+    if seconds <= 0:
+        return "-"
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 995:
+            return f"{float(f'{seconds * factor:.2g}'):g} {unit}"
+    return f"{float(f'{seconds:.2g}'):g} s"
 
 
 def size(nbytes: float) -> str:
@@ -307,18 +370,28 @@ def _share(nbytes: int, limit: int) -> str:
     return f"{size(nbytes)}, {nbytes / max(1, limit):.0%}"
 
 
-def _job(group: Sequence[JobStatus], reducers: int) -> dict[str, str]:
+def _job(known: Sequence[tuple[JobStatus, JobRates | None]], reducers: int) -> dict[str, str]:
     """Return what reducers say of one job, by the names of the columns."""
+    group = [job for job, _ in known]
     first = min(group, key=lambda job: job.present)
+    rates = [its for _, its in known if its is not None]
+    lately = [job.lately for job in group if job.lately is not None]
+    late = worst(job.straggler for job in group)
     return {
         "job": first.name,
-        "generation": str(first.generation),
-        "reducers": f"{len(group)} of {reducers}",
         "ranks": f"{first.present} of {first.world_size}",
+        "in/s": size(sum(its.bytes_in for its in rates)) if rates else "-",
+        "out/s": size(sum(its.bytes_out for its in rates)) if rates else "-",
+        "all-reduce": _time(max((its.median_s for its in lately), default=0)),
+        "p99": _time(max((its.p99_s for its in lately), default=0)),
+        "straggler": f"{late.rank} {late.cause} {late.share:.0%}" if late else "none",
+        "all-reduces/s": f"{max(its.all_reduces for its in rates):,.1f}" if rates else "-",
         "absent": first.ranks_absent or "none",
         "held": size(sum(job.held for job in group)),
         "reserved": size(sum(job.reserved for job in group)),
         "rounds": str(max(job.rounds for job in group)),
+        "generation": str(first.generation),
+        "reducers": f"{len(group)} of {reducers}",
     }
 
 

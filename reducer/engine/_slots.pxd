@@ -55,6 +55,12 @@ cdef extern from "reducer/engine/lateness.h" nogil:
     uint64_t lateness_us(const lateness_t *self, uint32_t rank, bint lately) noexcept
 
 
+cdef extern from "reducer/engine/traffic.h" nogil:
+    ctypedef struct traffic_t "struct traffic":
+        uint64_t bytes_in, bytes_out, us
+        uint64_t *buckets
+
+
 cdef extern from "reducer/wire/header.h" nogil:
     const int HEADER_BYTES
 
@@ -128,6 +134,7 @@ cdef extern from "reducer/engine/slots.h" nogil:
         uint32_t viewed
         uint64_t reserved
         uint64_t now_us
+        traffic_t traffic
         lateness_t lateness
         round_times *ended
         size_t ended_count, ended_room

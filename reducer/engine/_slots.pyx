@@ -15,6 +15,7 @@ from itertools import islice
 
 from reducer.engine.lateness import BUCKETS, Waits
 from reducer.engine.slots import MAX_MISSING, MOST_TIMES, RoundTimes, check_agreement, check_size
+from reducer.engine.traffic import BUCKETS as TRAFFIC_BUCKETS, Traffic
 from reducer.wire.constants import NO_SEQUENCE
 from reducer.wire.header import Header
 from reducer.wire.layout import cost
@@ -230,10 +231,12 @@ cdef class Round:
         cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         return self._slot(at) if at != NULL and not at.done and at.is_asked else None
 
-    def finish(self, offset):
-        """Forget a slot whose result is on its way."""
+    def finish(self, offset, uint64_t receivers):
+        """Forget a slot whose result is on its way, to so many ranks."""
+        cdef slot *at = <slot *>map_get(&self.it().slots, offset)
         self.it().timestamps.done_us = self._of.c.now_us
-        round_finish(&self._of.c, self.it(), <slot *>map_get(&self.it().slots, offset))
+        self._of.c.traffic.bytes_out += receivers * at.nbytes
+        round_finish(&self._of.c, self.it(), at)
 
     def fail(self, error):
         """Mark the round as failed, and `drop` its slots."""
@@ -430,6 +433,12 @@ cdef class Rounds:
     def used(self):
         """Return the bytes that the records of all rounds take."""
         return rounds_used(&self.c)
+
+    def traffic(self):
+        """Return what the rounds have moved, and how long those took that are over."""
+        cdef traffic_t *known = &self.c.traffic
+        buckets = {at: known.buckets[at] for at in range(TRAFFIC_BUCKETS) if known.buckets[at]}
+        return Traffic(known.bytes_in, known.bytes_out, sum(buckets.values()), known.us, buckets)
 
     def keep_times(self):
         """Keep the times of rounds that end from now on, the first `MOST_TIMES` until taken."""

@@ -42,7 +42,7 @@ from reducer.wire.messages import (
     encode,
     encode_error,
 )
-from reducer.wire.states import Role, after
+from reducer.wire.states import LinkState, Role, after
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,8 +211,11 @@ class Engine:
         found = self.members.find(peer)
         return peer if found is None else found[1].peer
 
-    def _refuse(self, peer: bytes, error: ReductionError) -> list[Action]:
-        """Answer what is not done; a peer that breaks the protocol is told so once."""
+    def _refuse(self, peer: bytes, error: ReductionError, job: str = "") -> list[Action]:
+        """Answer what is not done; a peer that breaks the protocol is told so once.
+
+        The job is the one that the peer was to join; that of a member is known.
+        """
         refusals = self._refusals[peer] = self._refusals.get(peer, 0) + 1
         if type(error) is MembershipError:
             if peer in self._unknown:
@@ -222,7 +225,10 @@ class Engine:
         self.counters.refused += 1
         self.counters.unauthenticated += isinstance(error, AuthError)
         self.counters.over_limit += isinstance(error, CapacityError)
-        self._say("refused a message: %s", error)
+        facts: dict[str, object] = {"job": job} if job else {}
+        if (found := self.members.find(peer)) is not None:
+            facts = _facts(found[0], found[1].rank)
+        self._say("refused a message: %s", error, **facts)
         broken = isinstance(error, (RemoteProtocolError, VersionError)) or (
             isinstance(error, CapacityError) and error.limit == "window"
         )
@@ -283,6 +289,9 @@ class Engine:
         if self._lines > MAX_LINES:
             log.info("%d more lines of that kind", self._lines - MAX_LINES)
         self._lines = 0
+        failed, self._reductions.failed = self._reductions.failed, {}
+        for one in failed.values():
+            self._say("job %r: %s", one.job, one, job=one.job, failed=one.count)
         if now >= self._forgive:
             self._forgive = now + REFUSALS_S
             self._refusals.clear()
@@ -381,7 +390,7 @@ class Engine:
                 raise copy.copy(self._closing)
             job, member, earlier = self.members.join(request)
         except ReductionError as error:
-            actions += self._refuse(peer, error)
+            actions += self._refuse(peer, error, request.hello.job)
             present = self.members.jobs.get(header.job)
             if present is not None and isinstance(error, MismatchError):
                 actions += self._bar(present, header.rank, error)
@@ -400,7 +409,8 @@ class Engine:
             self._say(text, job.name, *generations, job=job.name)
         elif back:
             rank = member.rank
-            self._say("job %r: rank %d is back", job.name, rank, job=job.name, rank=rank)
+            facts = {**_facts(job, rank), "done": "back"}
+            self._say("job %r: rank %d is back", job.name, rank, **facts)
         if len(job.members) == job.world_size:
             self._say("job %r: all %d ranks are here", job.name, job.world_size, job=job.name)
         job.forget()  # it may have finished what the others have, too
@@ -493,7 +503,8 @@ class Engine:
                 last = job.hello.reducers - 1
                 what = f"reducer {loss.reducer} (of 0 to {last}), and goes on without it"
             rank = member.rank
-            self._say("job %r: rank %d has lost %s", job.name, rank, what, job=job.name, rank=rank)
+            text = "job %r: rank %d has lost %s"
+            self._say(text, job.name, rank, what, **_facts(job, rank))
         others = [other for other in job.members.values() if other is not member]
         return [_loss(job, other, loss) for other in others]
 
@@ -538,7 +549,9 @@ class Engine:
         """Take a member out of its job, and fail the rounds that need it."""
         actions = self._depart(job, member, reason)
         last = "" if job.members else ", the last one"
-        self._say("job %r: %s%s", job.name, reason, last, job=job.name, rank=member.rank)
+        done = "left" if member.state is LinkState.LEFT else "lost"
+        facts = {**_facts(job, member.rank), "done": done, "last": not job.members}
+        self._say("job %r: %s%s", job.name, reason, last, **facts)
         for sequence, round_ in job.rounds.waiting_for(member.rank):
             actions += self._reductions.fail(job, sequence, round_, reason)
         return actions
@@ -550,6 +563,12 @@ class Engine:
         self.members.leave(job, member, reason)
         job.rounds.leave(member.rank, reason)
         return self._serving(job)
+
+
+def _facts(job: Job, rank: int) -> dict[str, object]:
+    """Return what a line on a rank has beside its text."""
+    host = job.links[rank].host_name
+    return {"job": job.name, "rank": rank, **({"host": host} if host else {})}
 
 
 def _error(peer: bytes, error: ReductionError) -> Send:

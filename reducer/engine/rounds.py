@@ -84,12 +84,30 @@ class EngineCounters:
         return EngineCounters(*sums)
 
 
+@dataclass(slots=True)
+class FailedRounds:
+    """All-reduces of a job that have failed: how many, the first one's number, and why it did."""
+
+    job: str
+    number: int
+    error: ReductionError
+    count: int = 0
+
+    def __str__(self) -> str:
+        """Say so."""
+        what = f"all-reduce {self.number} failed"
+        if self.count > 1:
+            what = f"{self.count} all-reduces failed, number {self.number} first"
+        return f"{what}: {self.error}"
+
+
 class Reductions:
     """The all-reduces of all jobs. A message that is refused concerns its sender alone.
 
     Attributes:
         counters: what was done since the start.
         closed: why new rounds are refused, or None.
+        failed: by job, what has failed and nobody has been told of.
     """
 
     def __init__(self, kernels: Kernels, quotas: Quotas) -> None:
@@ -97,6 +115,7 @@ class Reductions:
         self._quotas = quotas
         self.counters = EngineCounters()
         self.closed: ReductionError | None = None
+        self.failed: dict[int, FailedRounds] = {}
 
     def contribution(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
         """Take a member's CONTRIBUTION."""
@@ -241,7 +260,7 @@ class Reductions:
         """Send a result to all that have contributed."""
         members = [job.members[rank] for rank in slot.ranks() if rank in job.members]
         nbytes = slot.nbytes
-        round_.finish(header.offset)
+        round_.finish(header.offset, len(members))
         for member in members:
             if round_.left_since(member.rank) is None:
                 member.held -= cost(nbytes)
@@ -324,6 +343,8 @@ class Reductions:
     def fail(self, job: Job, sequence: int, round_: Round, error: ReductionError) -> list[Send]:
         """End a round badly and tell those who know of it."""
         self.counters.rounds_failed += 1
+        first = FailedRounds(job.name, sequence // PLACES, error)
+        self.failed.setdefault(job.key, first).count += 1
         job.release(round_, round_.fail(error))
         return self._send_error(job, sequence, round_, job.members.values())
 

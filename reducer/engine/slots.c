@@ -94,16 +94,12 @@ struct round *rounds_open(struct rounds *rounds, uint64_t sequence, const struct
     return round;
 }
 
-/* Takes note of when a contribution came; the slot knows of it already. */
+/* Takes note of a contribution that may be the last of its chunk; the slot knows of it already. */
 static void note_timestamps(struct rounds *rounds, struct round *round, const struct slot *slot,
                             uint32_t rank)
 {
     struct timestamps *timestamps = &round->timestamps;
     uint64_t now_us = rounds->now_us;
-    if (timestamps->begun_us == 0) {
-        timestamps->begun_us = now_us;
-        timestamps->first_rank = rank;
-    }
     if (slot->missing > 0 || slot->claims > 0)
         return;
     timestamps->chunks++;
@@ -117,10 +113,13 @@ static void note_timestamps(struct rounds *rounds, struct round *round, const st
     }
 }
 
-/* Keeps what became of a round that is over, if there is room. */
+/* Counts how long a round took that is over, and keeps what became of it if there is room. */
 static void keep_times(struct rounds *rounds, const struct round *round)
 {
-    if (rounds->ended_count < rounds->ended_room && round->timestamps.begun_us != 0)
+    uint64_t begun_us = round->timestamps.begun_us, done_us = round->timestamps.done_us;
+    if (round->live && done_us != 0 && done_us >= begun_us && round->sequence % PLACES != 0)
+        traffic_add(&rounds->traffic, done_us - begun_us);
+    if (rounds->ended_count < rounds->ended_room && begun_us != 0)
         rounds->ended[rounds->ended_count++] =
             (struct round_times){.sequence = round->sequence, .timestamps = round->timestamps};
 }
@@ -161,6 +160,11 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
     }
     lateness_record(&rounds->lateness, header->rank, round->sequence, rounds->now_us,
                     slot->missing == 0 && slot->claims == 0 ? slot->alone_us : 0);
+    rounds->traffic.bytes_in += slot->nbytes;
+    if (round->timestamps.begun_us == 0) {
+        round->timestamps.begun_us = rounds->now_us;
+        round->timestamps.first_rank = header->rank;
+    }
     if (rounds->ended_room > 0)
         note_timestamps(rounds, round, slot, header->rank);
     if (slot->missing == 1)
@@ -194,8 +198,8 @@ void rounds_discard_oldest(struct rounds *rounds)
 {
     struct round *round = map_get(&rounds->by_sequence, heap_least(&rounds->order));
     heap_take(&rounds->order);
-    round_settle(rounds, round);
     keep_times(rounds, round);
+    round_settle(rounds, round);
     if (round->waits) /* there: no round is older */
         heap_take(&rounds->waiting);
     for (size_t place = 0; round->slots.count > 0 && place <= round->slots.mask; place++) {

@@ -10,6 +10,7 @@
 #include "heap.h"
 #include "lateness.h"
 #include "map.h"
+#include "traffic.h"
 #include "reducer/wire/header.h"
 #include "reducer/zmtp/block.h"
 
@@ -104,6 +105,7 @@ struct rounds {
     struct payloads *spare;
     uint64_t spares; /* how many these are */
     uint64_t now_us; /* when what is taken next has come */
+    struct traffic traffic;
     struct lateness lateness;
     /* Rounds that are over and that nobody has asked for yet; there is no room while none are kept. */
     struct round_times *ended;

@@ -5,12 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from reducer.engine.rounds import EngineCounters
-from reducer.monitoring.status import State
+from reducer.monitoring.status import OCTAVES, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -115,7 +120,32 @@ def _jobs(status: ReducerStatus) -> Iterator[Metric]:
     }
     for name, (text, value) in about.items():
         yield _gauge(f"job_{name}", text, "job", {at: value(job) for at, job in labelled.items()})
+    yield from _traffic(list(labelled.values()))
     yield from _ranks(list(labelled.values()))
+
+
+def _traffic(jobs: list[JobStatus]) -> Iterator[Metric]:
+    """Yield what each job has moved, and how long its all-reduces took."""
+    about: dict[str, tuple[str, Callable[[JobStatus], int]]] = {
+        "bytes_in": ("Bytes of contributions taken.", lambda job: job.traffic.bytes_in),
+        "bytes_out": ("Bytes of results sent.", lambda job: job.traffic.bytes_out),
+    }
+    for name, (text, value) in about.items():
+        counter = CounterMetricFamily(f"reducer_job_{name}", text, labels=["job"])
+        for job in jobs:
+            counter.add_metric([job.name], value(job))
+        yield counter
+    times = HistogramMetricFamily(
+        "reducer_job_all_reduce_seconds",
+        "From an all-reduce's first contribution to its result; each thread has its part of it.",
+        labels=["job"],
+    )
+    bounds = [*(str(2**octave / 1e6) for octave in OCTAVES), "+Inf"]
+    for job in jobs:
+        traffic = job.traffic
+        buckets = list(zip(bounds, traffic.buckets, strict=True))
+        times.add_metric([job.name], buckets, traffic.seconds)
+    yield times
 
 
 def _ranks(jobs: list[JobStatus]) -> Iterator[Metric]:

@@ -6,20 +6,26 @@ The thread that asks gets records that nobody changes any more.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from functools import reduce
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from reducer.engine.lateness import Waits, costliest
+from reducer.engine.lateness import RankWaits, Waits, costliest
+from reducer.engine.traffic import NO_TRAFFIC, Traffic
 from reducer.monitoring.status import (
+    MAX_HOSTS,
     MAX_JOBS,
     MAX_RANKS,
     JobStatus,
+    JobTraffic,
     LaneStatus,
+    Lately,
     Memory,
     RankStatus,
     ReducerStatus,
@@ -32,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reducer.engine.engine import Engine
-    from reducer.engine.lateness import RankWaits
     from reducer.runtime.guard import Guard
 
 MOST_RANKS = 64  # of a job, that a thread tells; of fewer, their sums over all threads are exact
@@ -40,6 +45,8 @@ TOLD_RANKS = 2048  # of all jobs, that a thread tells: its work waits meanwhile
 FRESH_S = 0.2  # a thread that asks again within this time gets the same answer
 ANSWER_S = 2.0  # a serving thread looks up at least ten times a second
 STALLED_S = 10.0  # one that has not looked up for so long hangs
+LATELY_S = 60.0  # that rates and times of all-reduces are told of
+SPARSE_S = 4.0  # between two looks that are kept for that; a history looks every 5 s
 
 
 class StatusInbox:
@@ -97,6 +104,7 @@ class Observer:
         self._lock = threading.Lock()  # of those who ask, so that they ask once for all
         self._latest: ReducerStatus | None = None
         self._looked = 0.0
+        self._past = _Past()
 
     @property
     def uptime_s(self) -> float:
@@ -145,6 +153,8 @@ class Observer:
         for lane in lanes:
             counters.update(lane.counters)
         jobs = merge_jobs([job for lane in lanes for job in lane.known])
+        if all(lane.answers for lane in lanes):  # what a silent one has done is missing
+            jobs = self._past.compared(jobs, self.uptime_s)
         return ReducerStatus(
             version=self._version,
             incarnation=self.incarnation,
@@ -160,6 +170,7 @@ class Observer:
             jobs=tuple(jobs[:MAX_JOBS]),
             jobs_total=len(jobs),
             lanes=tuple(lanes),
+            host=socket.gethostname(),
         )
 
     def _state(self, answers: bool) -> State:
@@ -168,6 +179,44 @@ class Observer:
         if not all(inbox.ticked for inbox in self._inboxes):
             return "starting"
         return "serving" if answers and not self.unhealthy() else "failing"
+
+
+class _Past:
+    """What jobs had moved at looks of the last minute, and at one before."""
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[float, dict[tuple[str, int], Traffic]]] = deque()
+
+    def compared(self, jobs: Sequence[JobStatus], now: float) -> list[JobStatus]:
+        """Return jobs with what they have done lately, and remember what they have now."""
+        looks = self._looks
+        while len(looks) > 1 and looks[1][0] <= now - LATELY_S:
+            looks.popleft()
+        found = [replace(job, lately=self._lately(job, now)) for job in jobs]
+        if not looks or now - looks[-1][0] >= SPARSE_S:
+            looks.append((now, {(job.name, job.generation): job.moved for job in jobs}))
+        return found
+
+    def _lately(self, job: JobStatus, now: float) -> Lately | None:
+        if not self._looks:
+            return None
+        key, earlier, then = (job.name, job.generation), NO_TRAFFIC, 0.0
+        for at, moved in self._looks:
+            then = at  # until it has been seen, it had nothing
+            if key in moved:
+                earlier = moved[key]
+                break
+        if earlier.bytes_in > job.moved.bytes_in:
+            earlier = NO_TRAFFIC  # it ended, and began anew
+        done = job.moved.since(earlier)
+        return Lately(
+            seconds=round(now - then, 3),
+            bytes_in=done.bytes_in,
+            bytes_out=done.bytes_out,
+            all_reduces=done.all_reduces,
+            median_s=done.quantile_s(0.5),
+            p99_s=done.quantile_s(0.99),
+        )
 
 
 def look(engine: Engine, connections: int, port: int) -> LaneStatus:
@@ -187,6 +236,8 @@ def look(engine: Engine, connections: int, port: int) -> LaneStatus:
             straggler=job.watch.straggler,
             ranks=frozenset(job.members),
             waits=costliest(job.rounds.lateness, most),
+            moved=job.rounds.traffic(),
+            host_names={rank: job.links[rank].host_name for rank in job.members},
         )
         for job in engine.jobs
     )
@@ -211,12 +262,19 @@ def merge_jobs(known: Sequence[JobStatus]) -> list[JobStatus]:
     groups: dict[tuple[str, int], list[JobStatus]] = {}
     for job in known:
         groups.setdefault((job.name, job.generation), []).append(job)
-    found = [_merge_job(group) for group in groups.values()]
+    most_hosts = max(MAX_RANKS, MAX_HOSTS // max(1, len(groups)))
+    found = [_merge_job(group, most_hosts) for group in groups.values()]
     return sorted(found, key=lambda job: (-job.reserved, job.name, job.generation))
 
 
-def _merge_job(group: list[JobStatus]) -> JobStatus:
+def _merge_job(group: list[JobStatus], most_hosts: int) -> JobStatus:
     ranks = frozenset.intersection(*(job.ranks for job in group))
+    waits = _merge_waits([one for job in group for one in job.waits])
+    moved = reduce(Traffic.plus, (job.moved for job in group))
+    hosts: dict[str, list[int]] = {}
+    for rank, host in sorted(group[0].host_names.items()):
+        if host and (host in hosts or len(hosts) < most_hosts):
+            hosts.setdefault(host, []).append(rank)
     return replace(
         group[0],
         present=len(ranks),
@@ -225,31 +283,37 @@ def _merge_job(group: list[JobStatus]) -> JobStatus:
         reserved=sum(job.reserved for job in group),
         held=sum(job.held for job in group),
         rounds=max(job.rounds for job in group),
-        costliest_ranks=_merge_ranks([one for job in group for one in job.waits]),
+        costliest_ranks=tuple(map(_rank_status, waits[:MAX_RANKS])),
         straggler=worst(job.straggler for job in group),
+        traffic=JobTraffic.of(moved),
+        hosts={host: ranges(its) for host, its in hosts.items()},
         ranks=ranks,
-        waits=(),
+        waits=waits,
+        moved=moved,
+        threads=len(group),
     )
 
 
-def _merge_ranks(known: Sequence[RankWaits]) -> tuple[RankStatus, ...]:
+def _merge_waits(known: Sequence[RankWaits]) -> tuple[RankWaits, ...]:
     """Join what threads know of the same ranks; the costliest come first."""
     merged: dict[int, tuple[Waits, Waits]] = {}
     for one in known:
         late, slow = merged.get(one.rank, (Waits(), Waits()))
         merged[one.rank] = late.plus(one.late), slow.plus(one.slow)
     ordered = sorted(merged.items(), key=lambda one: (-sum(waits.us for waits in one[1]), one[0]))
-    return tuple(
-        RankStatus(
-            rank=rank,
-            late_waits=late.number,
-            late_s=late.us / 1e6,
-            late_buckets=late.octaves,
-            slow_waits=slow.number,
-            slow_s=slow.us / 1e6,
-            slow_buckets=slow.octaves,
-        )
-        for rank, (late, slow) in ordered[:MAX_RANKS]
+    return tuple(RankWaits(rank, *its) for rank, its in ordered)
+
+
+def _rank_status(waits: RankWaits) -> RankStatus:
+    rank, late, slow = waits
+    return RankStatus(
+        rank=rank,
+        late_waits=late.number,
+        late_s=late.us / 1e6,
+        late_buckets=late.octaves,
+        slow_waits=slow.number,
+        slow_s=slow.us / 1e6,
+        slow_buckets=slow.octaves,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from reducer.engine.lateness import RankWaits  # noqa: TC001 (pydantic reads it)
+from reducer.engine.traffic import NO_TRAFFIC, Traffic
 from reducer.errors import RemoteProtocolError
 from reducer.wire.messages import Straggler  # noqa: TC001 (pydantic reads it)
 
@@ -18,9 +20,12 @@ if TYPE_CHECKING:
 MAX_JOBS = 256  # that are told one by one
 MAX_RANKS = 8  # of a job
 MAX_RANGES = 64  # of ranks; 64 gaps say enough about a job
+MAX_HOSTS = 1024  # of all jobs
+OCTAVES = range(6, 26)  # of microseconds: from 64 us to 34 s
 
 State: TypeAlias = Literal["starting", "serving", "draining", "failing"]
 _INSIDE = Field(exclude=True)  # is not told in JSON
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,52 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
+class JobTraffic:
+    """What the all-reduces of a job have moved here since it began, and how long they took.
+
+    An all-reduce takes from its first contribution until its result (`reducer.engine.traffic`).
+
+    Attributes:
+        bytes_in, bytes_out: of contributions, and of results to all ranks.
+        all_reduces: how many are over; as that thread has it that has most.
+        seconds: how long they took together; each thread has its part of an all-reduce.
+        buckets: how many of these parts took less than 64, 128 ... us, the last one less than 34 s,
+            and how many there are.
+    """
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    all_reduces: int = 0
+    seconds: float = 0.0
+    buckets: tuple[int, ...] = (0,) * (len(OCTAVES) + 1)
+
+    @classmethod
+    def of(cls, traffic: Traffic) -> JobTraffic:
+        """Return what is told of what was counted."""
+        buckets = *(traffic.within(octave) for octave in OCTAVES), sum(traffic.buckets.values())
+        bytes_in, bytes_out, all_reduces, us, _ = traffic
+        return cls(bytes_in, bytes_out, all_reduces, us / 1e6, buckets)
+
+
+@dataclass(frozen=True)
+class Lately:
+    """What the all-reduces of a job did here in the last minute.
+
+    Attributes:
+        seconds: how long that was: less if the job is younger, or nobody has asked before.
+        bytes_in, bytes_out, all_reduces: as of `JobTraffic`, in that time.
+        median_s, p99_s: within which half of them, and 99 of 100, were over; 0 if there was none.
+    """
+
+    seconds: float
+    bytes_in: int
+    bytes_out: int
+    all_reduces: int
+    median_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """One generation of one job, as one thread knows it or all together.
 
@@ -69,8 +120,14 @@ class JobStatus:
         rounds: all-reduces in progress, or failed and not yet forgotten.
         costliest_ranks: the `MAX_RANKS` for which the others have waited most since it began.
         straggler: the one that they wait for again and again, if there is one.
+        traffic: since it began.
+        lately: the same of the last minute; None when nobody has asked before.
+        hosts: of those that are present, by name: such as ``0-3,7``, for as many as are told.
         ranks: those that are present.
-        waits: for `costliest_ranks`, of one thread, before those of all are added up.
+        waits: of more ranks than the costliest.
+        moved: what `traffic` is made of.
+        threads: how many know it.
+        host_names: of the ranks that are present, where they have said it.
     """
 
     name: str
@@ -84,8 +141,19 @@ class JobStatus:
     rounds: int
     costliest_ranks: tuple[RankStatus, ...] = ()  # an earlier version does not tell, nor the next
     straggler: Straggler | None = None
+    traffic: JobTraffic = JobTraffic()  # an earlier version does not tell, nor the next two
+    lately: Lately | None = None
+    hosts: dict[str, str] = field(default_factory=dict)
     ranks: Annotated[frozenset[int], _INSIDE] = frozenset()
     waits: Annotated[tuple[RankWaits, ...], _INSIDE] = ()
+    moved: Annotated[Traffic, _INSIDE] = NO_TRAFFIC
+    threads: Annotated[int, _INSIDE] = 1
+    host_names: Annotated[dict[int, str], _INSIDE] = field(default_factory=dict)
+
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank, "" if that is not told."""
+        here = (host for host, said in self.hosts.items() if _has(said, rank))
+        return next(here, "")
 
 
 @dataclass(frozen=True)
@@ -117,6 +185,7 @@ class ReducerStatus:
     Attributes:
         incarnation: another one at every start.
         address: where workers reach it, ``host:port``.
+        host: what its machine calls itself.
         state: ``serving`` if it takes jobs; ``failing`` if a thread has ended or does not answer.
         uptime_s: since it began to serve, seconds.
         memory: sums over all threads.
@@ -134,6 +203,7 @@ class ReducerStatus:
     jobs: tuple[JobStatus, ...]
     jobs_total: int
     lanes: tuple[LaneStatus, ...]
+    host: str = ""  # an earlier version does not tell
 
 
 _ADAPTER = TypeAdapter(ReducerStatus)
@@ -165,6 +235,12 @@ def ranges(ranks: Iterable[int]) -> str:
     bounds = list(pairwise([0, *ends, len(found)])) if found else []
     parts = [_range(found[start], found[end - 1]) for start, end in bounds[:MAX_RANGES]]
     return ",".join(parts + ["..."] * (len(bounds) > MAX_RANGES))
+
+
+def _has(said: str, rank: int) -> bool:
+    """Whether a rank is among those that `ranges` has written."""
+    parts = (_RANGE.fullmatch(part) for part in said.split(","))
+    return any(one and int(one[1]) <= rank <= int(one[2] or one[1]) for one in parts)
 
 
 def _range(first: int, last: int) -> str:

@@ -15,6 +15,7 @@ enum {
     UNJOINED_PER_LOOK = 16, /* that are accepted, noted or served before members have their turn */
     MESSAGES_PER_TURN = 16,   /* so that no peer starves the others */
     MESSAGES_PER_LOOK = 64,   /* at the clock, so that a flood cannot stop it */
+    TIMED_BYTES = 64 << 10,   /* of a sum: it takes a hundred times as long as to read the clock */
     HEARTBEATS_PER_LOCK = 64, /* of the lock: a heartbeat takes 3 to 5 us */
     LINGER_LOOK_MS = 2        /* at what has been sent, at the end: no poll tells of that in a channel */
 };
@@ -47,9 +48,10 @@ static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round
         rounds->members[rank]->held -= window_cost(slot->nbytes);
     loop->results += n;
     loop->bytes_out += (uint64_t)n * slot->nbytes;
+    rounds->traffic.bytes_out += (uint64_t)n * slot->nbytes;
     round_finish(rounds, round, slot);
-    if (rounds->ended_room > 0)
-        round->timestamps.done_us = now_ns() / 1000;
+    bool timed = rounds->ended_room > 0 || (uint64_t)n * slot->nbytes >= TIMED_BYTES;
+    round->timestamps.done_us = timed ? now_ns() / 1000 : rounds->now_us;
     return true;
 }
 

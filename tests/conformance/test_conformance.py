@@ -45,6 +45,14 @@ def test_the_kit_passes_a_reducer(which):
     assert (done.returncode, failed[:-1]) == (0, []), "\n".join(failed)
 
 
+def test_a_stranger_has_time_to_hear_why_it_is_dropped_by_a_reducer_that_stood_still():
+    reducer = reference.Reducer()
+    reducer.tick(1.0)
+    reducer.receive(b"stranger", [b"\0" * 96], 50.0)
+    assert [peer for peer, _ in reducer.out] == [b"stranger"]
+    assert reducer.ending == {b"stranger": 51.0}
+
+
 @pytest.mark.parametrize(
     ("address", "code", "said"),
     [

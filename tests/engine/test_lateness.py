@@ -72,7 +72,7 @@ def test_both_count_alike(world_size, steps):
             twin.now_us = now_us
             found = twin.get(sequence) or twin.open(sequence, header)
             if found.place(header, bytes(8)).missing == 0:
-                found.finish(8 * chunk)
+                found.finish(8 * chunk, world_size)
         plain, compiled = (everything(twin.lateness, world_size) for twin in twins)
         assert plain == compiled
     assert twins[0].used() == twins[1].used()
@@ -82,6 +82,7 @@ def test_both_count_alike(world_size, steps):
             twin.discard_oldest()
         times.append(twin.take_times())
     assert times[0] == times[1]
+    assert twins[0].traffic() == twins[1].traffic()
     assert [one.sequence for one in times[0]] == sorted({sequence for _, sequence, _ in placed})
     assert all(one.begun_us <= one.alone_us <= one.complete_us for one in times[0] if one.chunks)
 
@@ -361,6 +362,23 @@ def test_a_worker_knows_whom_its_reducers_name(session):
     assert session.session.straggler == seldom
     session.session.disconnected(0, "was cut")
     assert session.session.straggler is None
+
+
+def test_a_worker_adds_up_how_long_ranks_were_waited_for(session):
+    asked = session.session
+    late, slow = Straggler(1, "late", 0.5, 0.1), Straggler(0, "slow", 0.2, 0.1)
+    for told, since_s in ((late, 11.0), (slow, 14.0)):
+        asked.tick(since_s)
+        session.receive(0, *ping(told))
+        for tenths in range(1, 21):
+            asked.tick(since_s + tenths / 10)
+        session.receive(0, *ping(None))
+    # Between two looks; the process may have stood still where they are more than a second apart.
+    assert asked.waited_for_s == pytest.approx({1: 1.0, 0: 0.4})
+    asked.tick(20.0)
+    session.receive(0, *ping(late))
+    asked.tick(60.0)
+    assert asked.waited_for_s == pytest.approx({1: 1.5, 0: 0.4})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from datetime import timedelta
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,6 @@ from reducer.errors import ReductionError
 from tests.waits import eventually
 from torture.guarantee_oracle import Oracle, Shape
 from torture.guarantee_plan import Call
-from worker_client.communicators.node_sockets import connect_node
 
 ORACLE = Oracle("calls", exact=False)
 
@@ -91,14 +91,49 @@ def all_reduce(clients):
         assert (result == len(clients)).all()
 
 
-class Board(dict):
-    """Where ranks publish what the others of their node read, as in a process group's store."""
+class Board:
+    """Where ranks of nodes meet that are threads of this process."""
 
-    def read(self, topic, rank):
-        eventually(lambda: (topic, rank) in self)
-        return self[topic, rank]
+    def __init__(self):
+        import torch.distributed as dist  # noqa: PLC0415 (other tests do without torch)
 
-    def meet(self, topic, ranks, local_rank):
-        """Connect a rank to the others of its node."""
-        share = partial(self.__setitem__, (topic, ranks[local_rank]))
-        return connect_node(ranks, local_rank, share, partial(self.read, topic))
+        self._store = dist.HashStore()
+
+    def around(self, place, *, takes_devices=False):
+        """Return what `compose.Node` puts around a communicator between nodes, for one rank."""
+        from worker_client.communicators.node import NodeCommunicator  # noqa: PLC0415
+
+        def make(between, topic):
+            node = self.group(place.peers, place.local_rank, topic)
+            return NodeCommunicator(between, place, node, takes_devices=takes_devices)
+
+        return make
+
+    def group(self, ranks, local_rank, topic=""):
+        """Return what a rank does with the others of its node."""
+        import torch.distributed as dist  # noqa: PLC0415
+
+        from worker_client.communicators.node_group import NodeGroup, NodePages  # noqa: PLC0415
+
+        store = dist.PrefixStore(f"{ranks[0]}/{topic}", self._store)
+        place = local_rank, len(ranks)
+
+        def gather(text):
+            store.set(f"{local_rank}", text)
+            return [store.get(f"{at}").decode() for at in range(len(ranks))]
+
+        pages = NodePages(ranks, local_rank, gather)
+        return NodeGroup(pages, [gloo(dist.PrefixStore(way, store), *place) for way in "io"])
+
+
+def gloo(store, rank, size):
+    """A process group of Gloo's, where there may be no default one."""
+    import torch  # noqa: PLC0415
+    import torch.distributed as dist  # noqa: PLC0415
+
+    made = dist.ProcessGroup(store, rank, size)
+    inner = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=20))
+    kind = dist.ProcessGroup.BackendType.GLOO
+    made._register_backend(torch.device("cpu"), kind, inner)  # noqa: SLF001 (as torch does)
+    made._set_default_backend(kind)  # noqa: SLF001
+    return made

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.fallback import FallbackCommunicator
-from worker_client.communicators.hierarchical import HierarchicalCommunicator
+from worker_client.communicators.node import NodeCommunicator
 from worker_client.communicators.placement import arrange
 from worker_client.communicators.process_group import ProcessGroup
 from worker_client.config import WorkerConfig
@@ -44,8 +43,8 @@ KINDS = {
     "fallback": FallbackCommunicator,
     "elastic": ElasticCommunicator,
     "casting": CastingCommunicator,
-    "hierarchical": HierarchicalCommunicator,
-    "all but elastic": HierarchicalCommunicator,
+    "nodes": NodeCommunicator,
+    "all but elastic": NodeCommunicator,
     "elastic, casting": CastingCommunicator,
     "elastic, fallback": ElasticCommunicator,
 }
@@ -53,7 +52,7 @@ KINDS = {
 BLOCKS = {
     "fallback, blocks": CastingCommunicator,
     "elastic, blocks": CastingCommunicator,
-    "hierarchical, blocks": HierarchicalCommunicator,
+    "nodes, blocks": NodeCommunicator,
 }
 RANKS = 4
 HEARTBEATS = Heartbeats(peer_timeout_s=4.0)  # all ranks are threads of this one process
@@ -61,7 +60,7 @@ numbers = itertools.count()
 
 
 def composed(kind, rank, servers, board, number):
-    place = arrange("0011", rank) if kind.startswith(("hier", "all")) else None
+    place = arrange("0011", rank) if kind.startswith(("nodes", "all")) else None
     job, size, me = f"kinds-{number}", RANKS, rank
     if place is not None:
         job, size, me = f"{job}-{place.local_rank}", len(place.nodes), place.node
@@ -76,8 +75,7 @@ def composed(kind, rank, servers, board, number):
     settings = WorkerConfig(timeout=20.0, wire_dtype=wire_dtype)
     node = None
     if place is not None:
-        meet = partial(board.meet, ranks=place.peers, local_rank=place.local_rank)
-        node = compose.Node(place, meet)
+        node = compose.Node(place, board.around(place))
     spec = JobSpec(
         job,
         0,
@@ -151,6 +149,8 @@ def test_each_ends_once_with_the_sum(four):
     eventually(lambda: not any(communicator.busy for communicator in four))
     assert not any(communicator.closing for communicator in four)
     assert all(sum(communicator.counters) == 0 for communicator in four)
+    assert all(communicator.traffic.bytes_received > 0 for communicator in four)
+    assert all(communicator.traffic.busy_s > 0 for communicator in four)
 
 
 def in_blocks(four, count):
@@ -160,10 +160,9 @@ def in_blocks(four, count):
     for values in given:
         values[::101] = 127
     expected = block8_oracle.reduced(given, mean=False)
-    if isinstance(four[0], HierarchicalCommunicator):  # each local rank has a half of its node's
+    if isinstance(four[0], NodeCommunicator):  # ranks of a node first, and blocks as in a flat job
         nodes = [given[0] + given[1], given[2] + given[3]]
-        halves = zip(*(np.array_split(node, [count // 2]) for node in nodes), strict=True)
-        expected = np.concatenate([block8_oracle.reduced([*both], mean=False) for both in halves])
+        expected = block8_oracle.reduced(nodes, mean=False)
     asked = begin(four, [Asked(values, rounded=True) for values in given])
     await_ends(asked)
     assert all(one.ends == [None] for one in asked)
@@ -279,7 +278,7 @@ def straggler_of(one):
 def test_the_straggler_has_the_number_that_the_job_gives_it(four):
     for rank, one in enumerate(four):
         # The second one of two nodes is, for each rank, its like of ranks 2 and 3.
-        nodes = isinstance(one, HierarchicalCommunicator)
+        nodes = isinstance(one, NodeCommunicator)
         assert straggler_of(one) == (2 + rank % 2 if nodes else 1)
     if isinstance(one, ElasticCommunicator):
         whole = one.membership

@@ -5,18 +5,14 @@ import signal
 import socket
 import sys
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import psutil
 import pytest
 
-from reducer.errors import LocalProtocolError, RankLostError
+from reducer.errors import LocalProtocolError
 from tests.conftest import joined, local_pool, reducer_here
-from tests.integration.calls import Board
 from tests.ranks import environments, ranks
 from tests.waits import eventually
 from worker_client.client import client as client_module
@@ -126,17 +122,6 @@ def test_a_forked_child_closes_its_copies_though_an_owner_was_just_closing_other
         here.close()
         there.settimeout(5)
         assert there.recv(1) == b"", "the child has a copy"
-
-
-def test_a_forked_child_closes_its_copies_of_what_leads_to_ranks_of_its_node():
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(partial(Board().meet, "", (0, 1)), range(2)))
-    with forked_child():
-        both[1].close()  # as its process would by ending
-        message = [memoryview(bytearray(1))] * 2
-        with pytest.raises(RankLostError, match="rank 1, of this node"):
-            both[0].exchange(0, message, message, time.monotonic() + 2)
-        both[0].close()
 
 
 EMBEDDED = """

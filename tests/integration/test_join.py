@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, MismatchError, RankLostError, ReductionTimeout
+from tests import inside
 from tests.integration.calls import all_reduce, each, ones
 from tests.ranks import environments, ranks
 from tests.waits import PATIENCE_S, eventually, within_s
@@ -152,6 +153,24 @@ def test_a_loss_is_logged_with_those_that_go_on_and_a_callback_may_fail(job, cap
     assert said == [
         "going on without rank 1; ranks that go on: 0, 2 (numbered from 0 on at the reducers)"
     ] * len(clients)
+
+
+def test_what_was_measured_before_a_loss_still_counts(job):
+    clients = job(3, on_rank_lost="continue")
+    total(clients, "named")
+    total(clients)
+    before = clients[0].traffic
+    inside.flat(clients[0]).session.waited_for_s.update({1: 0.5, 2: 1.5})
+    clients.pop(1).shutdown()
+    total(clients)
+    inside.flat(clients[0]).session.waited_for_s[1] = 0.25  # of the two that go on, rank 2
+    after = clients[0].traffic
+    for much, less in zip(after[:2], before[:2], strict=True):
+        assert less >= 2 * 8000
+        assert much >= less + 8000
+    assert after.busy_s > before.busy_s > 0
+    assert after.waited_for_s == {1: 0.5, 2: 1.75}
+    assert clients[0].summary().durations.count == 3
 
 
 @pytest.mark.parametrize("roots", [(0, 0), (0, 1), (2, 0)], ids=str)

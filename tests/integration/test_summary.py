@@ -13,6 +13,8 @@ from tests.waits import eventually
 from worker_client.client import summary
 from worker_client.client.bootstrap import connect
 from worker_client.client.summary import Summary
+from worker_client.communicators.communicator import Traffic
+from worker_client.protocol._flight import Durations
 
 SCRIPT = """
 import logging, sys
@@ -48,8 +50,13 @@ def test_one_line_at_the_start_and_one_at_the_end():
         begins, ends = said.splitlines()
         who = f"reduction: rank {rank} of 2, job vision"
         assert re.fullmatch(rf"{who}: 1 reducer \(SERVER\), \w+ implementation", begins)
-        ended = r"6 all-reduces, 2.1 MB, waited \d+\.\d s, no reducer lost"
+        number, time = r"[\d.]+", r"[\d.]+ (us|ms|s)"
+        ended = (
+            rf"6 all-reduces, 2.1 MB \(2\.\d MB out, 2\.\d MB in\), {time} \(p99 {time}\), "
+            rf"{number} of {number} [kMG]B/s, waited {number} s, no reducer lost"
+        )
         assert re.fullmatch(f"{who}, ends: {ended}", ends)
+        assert len(ends) <= 160
 
 
 # What a program does about logging: what reaches standard error of the lines at the start and the
@@ -140,7 +147,7 @@ def test_what_is_lost_is_counted_once(caplog):
                 eventually(lambda: client.counters.losses == 2)  # both jobs notice
             assert client.losses == lost
             summary.ends(client.summary(), client.spec)
-            assert re.search(rf"ends: 2 all-reduces, 8 bytes, .* s, {said}$", caplog.messages[-1])
+            assert re.search(rf"ends: 2 all-reduces, 8 bytes .* s, {said}$", caplog.messages[-1])
 
 
 def test_the_straggler_is_told_by_one_rank():
@@ -152,6 +159,33 @@ def test_the_straggler_is_told_by_one_rank():
         f"group, went on without rank 0, {straggler}"
     )
     assert str(replace(found, rank=2)).endswith("went on without rank 0")
+    waits = Traffic(waited_for_s={1: 0.26, 3: 8.1, 2: 0.04})
+    late = f"ranks waited 8.1 s for rank 3 and 0.3 s for rank 1, {straggler}"
+    assert str(replace(found, traffic=waits)).endswith(late)
+    assert str(replace(found, rank=2, traffic=waits)) == str(replace(found, rank=2))
+    assert "ranks waited" not in str(replace(found, traffic=Traffic(waited_for_s={1: 0.04})))
+
+
+def test_what_was_measured_is_told_in_a_line():
+    durations = Durations()
+    for took_s in [0.071] * 98 + [1.4] * 2:
+        durations.add(took_s)
+    did = {"calls": 1200, "bytes_reduced": 102_400_000_000, "waited_s": 12.34, "losses": 0}
+    found = Summary(
+        *(0, 8, (*range(8),)),
+        **did,
+        fallbacks=0,
+        straggler=None,
+        traffic=Traffic(25_600_000_000, 25_700_000_000, 262.0),
+        carries=118e6,
+        durations=durations,
+    )
+    assert str(found) == (
+        "1200 all-reduces, 102.4 GB (25.6 GB out, 25.7 GB in), 71 ms (p99 1.4 s), "
+        "98.1 of 118 MB/s, waited 12.3 s, no reducer lost"
+    )
+    assert "98.1 MB/s" in str(replace(found, carries=0.0)), "nobody knows"
+    assert len(f"reduction: rank 0 of 8, job vision, ends: {found}") <= 170
 
 
 FAILS = """

@@ -116,7 +116,7 @@ def test_a_wheel_holds_what_runs_and_its_description_leads_nowhere(unpacked, tmp
     assert [name for name in names if re.search(r"\.(c|h|pyx|pxd)$", name)] == []
     # Nobody said where the repository is: no link leads into it, and no text is lost.
     assert LINK.findall(described.get_payload()) == []
-    assert "\nPerformance has the commands; `reducer plan` predicts" in described.get_payload()
+    assert "\nFailures has the guarantee in full, and what two settings" in described.get_payload()
     assert described.get_all("Project-URL") is None
 
 

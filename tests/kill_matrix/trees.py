@@ -40,7 +40,9 @@ JOBS = ("integration", "faults", "worker_client", "security", "transport", "redu
 THEN_OF = {"worker_client/communicators": JOBS, "worker_client/outer": JOBS[:1]}
 ONLY = {"worker_client/outer": "OuterOptimizer"}  # a test that never uses it notices no mutant
 CALLED = {  # what tests are about, where they call it differently
-    "hierarchical": {"hierarchy"},
+    "node": {"nodes"},
+    "node_fold": {"nodes"},
+    "node_group": {"nodes"},
     "elastic": {"join", "loss"},
     "newcomers": {"join", "lobby"},
     "averaging": {"quorum"},

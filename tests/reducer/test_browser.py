@@ -1,6 +1,9 @@
 """The page in a real browser, beside real reducers."""
 
+import json
+import re
 import signal
+import socket
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,6 +63,10 @@ def test_it_shows_a_job_and_a_reducer_that_is_lost(launched):
             page.shows("article.job", "2 of 2 ranks · at 2 of 2 reducers")
             assert page.page.locator("article.job .cell").all_inner_texts() == ["0", "1"]
             page.shows("#events li", "all 2 ranks are here")
+            host = socket.gethostname()
+            page.shows("article.job .figures", "all-reduces/s")
+            assert page.page.locator(f"article.job .cell[title^='rank 1 on {host}: ']").count() == 1
+            page.shows("#reducers article", f"on\u00a0{host}")
             with connect(servers=servers, rank=1, world_size=2, job="lacks one"):
                 page.shows("article.job .finding", "Rank 0 is absent: not here yet, or gone.")
                 page.shows("#summary", "Job lacks one lacks ranks.")
@@ -131,6 +138,47 @@ def test_a_red_square_has_its_sentence_though_its_rank_is_not_named(launched):
         assert page.errors == []
 
 
+def test_a_strip_shows_what_a_rank_did_in_the_last_ten_minutes(launched):
+    cells = {0: "." * 60, 2: "..lL" + 8 * "L" + "s..", 7: 20 * "." + "  aaSS"}
+    first_says = [{"rank": rank, "cells": its, "waited_s": 8.0} for rank, its in cells.items()]
+    second_says = [{"rank": 0, "cells": 58 * "." + "lS", "waited_s": 4.0}]
+
+    def answer(route):
+        real = route.fetch()
+        its = first_says if first.http in real.url else second_says
+        job = {"name": "told", "generation": 0, "others": 0, "ranks": its}
+        route.fulfill(response=real, body=json.dumps({**real.json(), "strips": [job]}))
+
+    with pool() as (first, second), opened(launched, "about:blank") as page:
+        page.page.route("**/history.json", answer)
+        page.page.goto(of_both(first, second))
+        arguments = {"servers": [first.address, second.address], "world_size": 10, "job": "told"}
+        with connect(rank=2, **arguments):
+            page.shows("article.job .strips .who", "rank 7")
+            page.shows("article.job .strips figcaption", "none of the 7 other ranks as long")
+            svgs = page.page.locator("article.job svg.strip")
+            shows = page.page.locator("svg.strip[aria-label*='late in 1, slow in 1; ']").first
+            shows.wait_for()  # what the second one says of rank 0
+            host, of_75_s = socket.gethostname(), "waited for 11 % of the time"
+            assert [svgs.nth(at).get_attribute("aria-label") for at in range(svgs.count())] == [
+                "rank 0, 60 cells of 5 s: late in 1, slow in 1; waited for 3 % of the time",
+                f"rank 2 on {host}, 15 cells of 5 s: late in 10, slow in 1; {of_75_s}",
+                "rank 7, 26 cells of 5 s: slow in 2, absent in 2; waited for 6 % of the time",
+            ]
+            drawn = svgs.nth(1).evaluate(
+                "(svg) => [...svg.querySelectorAll('rect')].map((one) => "
+                "[one.getAttribute('class'), one.x.baseVal.value, one.width.baseVal.value])"
+            )
+            assert drawn == [
+                *(["well", 105, 2], ["late", 107, 1], ["late much", 108, 9], ["slow", 117, 1]),
+                ["well", 118, 2],
+            ]
+            page.page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
+            assert page.spare_width() >= 0
+        page.page.unroute_all(behavior="ignoreErrors")
+        assert page.errors == []
+
+
 @pytest.mark.extended("test_a_red_square_has_its_sentence_though_its_rank_is_not_named")
 def test_a_slow_rank_is_named_with_the_reason(launched):
     with pool() as (first, second), opened(launched, of_both(first, second)) as page:
@@ -138,11 +186,18 @@ def test_a_slow_rank_is_named_with_the_reason(launched):
         everyone = environments(WORLD_SIZE, [first.address, second.address], **settings)
         with ranks(everyone, "-m", "tests.lab.straggling_rank"):
             eventually(lambda: any(one["straggler"] for one in jobs(first)), NAMED_S)
-            found = "Rank 2 keeps the others waiting"
+            found = f"Rank 2 on {socket.gethostname()} keeps the others waiting"
             page.shows("article.job .finding", found, SHOWN_S)
             sentence = page.page.locator("article.job .finding", has_text=found).inner_text()
             assert "of the time: its contributions come late, " in sentence
             assert page.page.locator("article.job .cell.straggler").inner_text() == str(SLOW)
+            strip = page.page.locator("article.job svg.strip").nth(SLOW)
+            strip.locator("rect.late").first.wait_for()
+            takes = page.page.locator("article.job .figures", has_text="one takes").inner_text()
+            found = re.search(r"one takes ([\d.]+) ms, 1 of 100 over ([\d.]+) (ms|s)$", takes)
+            p99_s = float(found[2]) * (0.001 if found[3] == "ms" else 1)
+            assert 0.001 * float(found[1]) <= p99_s
+            assert p99_s > 0.015  # of the eight of a step, one waits for the rank at least
             page.shows("#reducers figcaption", "MB/s")
             second.process.kill()
             eventually(lambda: "has lost reducer 1" in ask(first.http, "/history.json").text)

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -15,6 +16,7 @@ import pytest
 
 from reducer.config import load
 from reducer.engine.lateness import BUCKETS, RankWaits, Waits
+from reducer.engine.traffic import Traffic
 from reducer.errors import ConfigError
 from reducer.monitoring import http_port, metrics, status
 from reducer.monitoring.http_port import HttpPort
@@ -84,12 +86,19 @@ def test_what_a_job_does_is_told(server, port):
         counters = found["counters"]
         assert counters["bytes_in"] >= 3 * 4 * 4 * 300_000
         assert counters["contributions"] == counters["results"] > 0
+        assert job["traffic"]["bytes_in"] == counters["bytes_in"]  # there is no other job
+        assert job["traffic"]["bytes_out"] == counters["bytes_out"]
+        assert 3 <= job["traffic"]["all_reduces"] <= 4  # the latest is over when the next begins
+        assert job["hosts"] == {socket.gethostname(): "0-2"}
         assert counters["results"] == sum(lane["counters"]["results"] for lane in found["lanes"])
         text = samples(ask(port, "/metrics").text)
         assert total(text, "reducer_contributions_total") == counters["contributions"]
         assert total(text, "reducer_members") == 6  # at both threads
         assert total(text, "reducer_connections") == 6
         assert text['reducer_job_ranks_present{job="visible"}'] == 3
+        assert text['reducer_job_bytes_in_total{job="visible"}'] == counters["bytes_in"]
+        parts = text['reducer_job_all_reduce_seconds_bucket{job="visible",le="+Inf"}']
+        assert 2 * 3 <= parts <= 2 * 4  # each thread has one of each
         assert text["reducer_serving"] == text['reducer_state{state="serving"}'] == 1
     eventually(lambda: ask(port, "/status.json").json["jobs_total"] == 0)
 
@@ -98,6 +107,28 @@ def job_of(port, name):
     """Return what is told of a job; None if there is none."""
     jobs = ask(port, "/status.json").json["jobs"]
     return next((job for job in jobs if job["name"] == name), None)
+
+
+def test_how_long_all_reduces_take_lies_between_what_ranks_see(server, port):
+    """From the first contribution to the result: less than the first rank waits, and not much."""
+    late_s, began, ended = 0.05, [], []
+    with joined(2, servers=server.address, job="timed") as clients, ThreadPoolExecutor(1) as thread:
+        for _ in range(9):
+            began.append(time.perf_counter())
+            first = thread.submit(reduce_once, clients[0], elements=300_000)
+            time.sleep(late_s)
+            reduce_once(clients[1], elements=300_000)
+            first.result()
+            ended.append(time.perf_counter())
+        eventually(lambda: job_of(port, "timed")["traffic"]["all_reduces"] >= 8)
+        found = job_of(port, "timed")
+    took = [until - since for since, until in zip(began, ended, strict=True)]
+    traffic, lately = found["traffic"], found["lately"]
+    parts = traffic["buckets"][-1]
+    assert late_s / 2 < traffic["seconds"] / parts < max(took)
+    assert late_s / 2 < lately["median_s"] <= lately["p99_s"] < max(took) * 1.07
+    assert traffic["buckets"][:8] == [0] * 8  # within 8.2 ms
+    assert lately["bytes_in"] <= traffic["bytes_in"]
 
 
 def test_an_absent_rank_is_named(server, port):
@@ -347,6 +378,8 @@ def test_what_several_threads_know_of_jobs_is_joined():
         view("a", 0, 2, waits=(waits(2, 20, 20),), straggler=often),
         view("a", 0, 2),
     ]
+    views[0] = replace(views[0], host_names={0: "x", 1: "y", 2: "x"}, moved=Traffic(1, 2, 3, 4))
+    views[2] = replace(views[2], moved=Traffic(10, 20, 2, 400, {100: 1}))
     first, second = merge_jobs(views)
     assert (first.name, first.present, first.ranks_absent) == ("b", 4, "")
     assert (second.name, second.ranks_present, second.ranks_absent) == ("a", "0,2", "1,3")
@@ -355,6 +388,11 @@ def test_what_several_threads_know_of_jobs_is_joined():
     assert told == [(2, 4, 0.06), (1, 1, 0.03)]
     assert [one.late_buckets[4:7] for one in second.costliest_ranks] == [(2, 2, 0), (0, 1, 0)]
     assert second.straggler == often
+    assert second.hosts == {"x": "0,2", "y": "1"}
+    assert [second.host_of(rank) for rank in range(4)] == ["x", "y", "x", ""]
+    assert (second.traffic.bytes_in, second.traffic.bytes_out) == (11, 22)
+    assert (second.traffic.all_reduces, second.traffic.seconds) == (3, 404e-6)
+    assert second.traffic.buckets == (*(0,) * 7, *(1,) * 14)  # from 2**13 us on
     text = samples(_text(status_of(views)))
     assert text['reducer_job_straggler_share{cause="slow",job="a",rank="2"}'] == 0.9
 

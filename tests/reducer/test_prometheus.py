@@ -73,7 +73,23 @@ def test_every_metric_and_label_is_one_that_a_reducer_tells():
                 work.wait(20)
         eventually(waited)
     assert 5 <= waits["reducer_job_rank_waits_total"] <= 12
-    names = {family.name + "_total" * (family.type == "counter") for family in families}
+    told = {
+        (sample.name, sample.labels.get("le")): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    for way in ("in", "out"):  # the job is the only one, and the reducer has one thread
+        moved = told[f"reducer_job_bytes_{way}_total", None]
+        assert moved == told[f"reducer_bytes_{way}_total", None] >= 10 * 2 * 64 * 4
+    times = "reducer_job_all_reduce_seconds"
+    number, seconds = (told[f"{times}_{of}", None] for of in ("count", "sum"))
+    assert 9 <= number <= 10
+    assert seconds >= 5 * 0.02
+    buckets = [value for (name, le), value in told.items() if name.endswith("_bucket") and le]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == number
+    assert told[f"{times}_bucket", str(2**12 / 1e6)] < 5  # 4 ms
+    names = {family.name for family in families} | {name for name, _ in told}
     labels = {label for each in families for sample in each.samples for label in sample.labels}
     asked = [query for _, query in queries()] + [alert["expr"] for alert in ALERTS]
     asked += [VARIABLES[name]["query"]["query"] for name in ("instance", "job")]
@@ -225,8 +241,11 @@ def test_what_the_dashboard_shows_is_so(watched):
     assert states == {"serving": 2, "starting": 0, "draining": 0, "failing": 0}
     assert [[value for _, value in each] for each in shown["Ranks present"]] == [[RANKS]] * 2
     assert [value for _, value in shown["Ranks missing"][0]] == [0]
-    for title in ("Rate in", "Rate out"):
+    for title in ("Rate in", "Rate out", "Rate of the jobs"):
         assert all(value > 1e6 for _, value in shown[title][0])
+    median, p99 = ([value for _, value in each] for each in shown["Time of an all-reduce"])
+    assert 0.001 < median[0] <= p99[0] < 5
+    assert p99[0] > LATE_S / 2  # of each step, one waits for the rank at least
     assert all(value == 0 for _, value in shown["Failed all-reduces, each minute"][0])
     connections, members = ([v for _, v in each] for each in shown["Connections and members"])
     assert connections == members == [RANKS] * 2

@@ -143,16 +143,23 @@ def test_addresses():
 MEMORY = status.Memory(1 << 30, 1 << 20, 1 << 10)
 COUNTERS = {"contributions": 10, "bytes_in": 4000, "bytes_out": 4000, "refused": 0}
 LANE = status.LaneStatus(1, True, 3, 1, MEMORY, COUNTERS)
-JOB = status.JobStatus("job", 0, 4, 3, "0-2", "3", 1 << 20, 1 << 10, 2)
+TRAFFIC = status.JobTraffic(10**9, 10**9, 500, 4.0, (*range(20), 500))
+LATELY = status.Lately(60.0, 60 * 10**8, 60 * 9 * 10**7, 600, 0.0123, 0.31)
+JOB = status.JobStatus(
+    *("job", 0, 4, 3, "0-2", "3", 1 << 20, 1 << 10, 2),
+    traffic=TRAFFIC,
+    lately=LATELY,
+    hosts={"node-a": "0-1,3", "node-b": "2"},
+)
 STATUS = status.ReducerStatus(
     "1", "i", "a:1", "serving", 10.0, MEMORY, COUNTERS, (JOB,), 1, (LANE,)
 )
 
 
-def shown(found, rates=None):
-    console = Console(width=120)
+def shown(found, earlier=None, width=120):
+    console = Console(width=width)
     with console.capture() as capture:
-        console.print(render(found, rates))
+        console.print(render(found, earlier))
     return "".join(f"{line.rstrip()}\n" for line in capture.get().splitlines())
 
 
@@ -169,27 +176,42 @@ def test_json_there_and_back():
 def test_what_is_shown_of_a_pool():
     """A job of several reducers is one row, the rank that most of them name one sentence."""
     late, slow = Straggler(3, "late", 0.9, 0.042), Straggler(1, "slow", 1.0, 0.5)
+    quick = replace(LATELY, median_s=0.0001, p99_s=0.5)
     found = [
         Found("a:1", with_job(straggler=late), None),
-        Found("b:1", with_job(present=2, ranks_absent="2-3"), None),
+        Found("b:1", with_job(present=2, ranks_absent="2-3", lately=quick), None),
         Found("c:1", with_job(straggler=replace(late, share=0.91)), None),
         Found("d:1", with_job(straggler=slow), None),
-        Found("e:1", with_job(name="x\x1b]0;y\x07[red]", ranks_absent="\x9b3"), None),
+        Found("e:1", with_job(name="x\x1b]0;y\x07[red]", ranks_absent="\x9b3", lately=None), None),
         Found("f:1", None, ReducerLostError("nothing listens", reducer="f:1")),
     ]
-    later = replace(STATUS, uptime_s=12.0, counters={**COUNTERS, "bytes_in": 10_004_000})
+    moved = replace(TRAFFIC, bytes_in=10**9 + 10**7, all_reduces=505)
+    later = replace(with_job(traffic=moved), uptime_s=12.0)
+    later = replace(later, counters={**COUNTERS, "bytes_in": 10_004_000})
     before, after = [Found("a:1", STATUS, None)], [Found("a:1", later, None)]
     assert rates_between(before, after) == {"a:1": Rates(0.0, 5e6, 0.0)}
-    text = shown(found) + shown(after, rates_between(before, after))
+    text = shown(found) + shown(after, before) + shown(after, before, width=80)
     check_golden(Path(__file__).with_name("status.txt"), text)
     assert not any(each in text for each in "\x1b\x07\x9b")
     again = [Found("a:1", replace(later, incarnation="j"), None)]
     assert rates_between(before, again) == rates_between([Found("a:1", None, None)], after) == {}
 
 
+def test_at_80_columns_what_is_looked_at_first_is_together():
+    top = shown([Found("127.0.0.1:40383", STATUS, None)], [], width=80)
+    assert max(map(len, top.splitlines())) <= 80
+    first = {}
+    for title in ("Reducers", "Jobs"):
+        first[title] = top.partition(title)[2].strip().splitlines()[0].split()
+    assert {"state", "up", "in/s", "out/s"} < set(first["Reducers"])
+    assert {"in/s", "out/s", "all-reduce", "p99", "straggler"} < set(first["Jobs"])
+    wide = shown([Found("127.0.0.1:40383", STATUS, None)], [], width=200)
+    assert (wide.count("127.0.0.1:40383"), top.count("127.0.0.1:40383")) == (1, 2)
+
+
 def test_very_many_jobs_are_cut():
     jobs = tuple(replace(JOB, name=f"job-{number}") for number in range(100))
-    text = shown([Found("a:1", replace(STATUS, jobs=jobs, jobs_total=1000), None)])
+    text = shown([Found("a:1", replace(STATUS, jobs=jobs, jobs_total=1000), None)], width=200)
     assert text.count("job-") == 40
     assert "and further jobs" in text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -19,8 +20,9 @@ from reducer.engine.slots import (
     check_agreement,
     check_size,
 )
+from reducer.engine.traffic import BUCKETS, Traffic
 from reducer.errors import RankLostError, ReductionError
-from reducer.wire.constants import NO_SEQUENCE
+from reducer.wire.constants import NO_SEQUENCE, PLACES
 from reducer.wire.header import Buffer, Header
 from reducer.wire.layout import cost
 from reducer.wire.states import LinkState
@@ -156,8 +158,8 @@ class Round:
             alone_us = slot.alone_us if slot.missing == 0 and not slot.holders else 0
             now_us = self._of.now_us
             self._of.lateness.record(header.rank, self._sequence, now_us, alone_us)
-            if self._of.keeps_times:
-                self.times = _noted(self.times, slot, header.rank, now_us)
+            self._of.bytes_in += header.nbytes
+            self.times = _noted(self.times, slot, header.rank, now_us)
             if slot.missing == 1:
                 slot.alone_us = now_us
         return slot
@@ -174,10 +176,10 @@ class Round:
         slot = self._slots.get(offset)
         return offset in self._done or (slot is not None and not _waits(slot, rank))
 
-    def finish(self, offset: int) -> None:
+    def finish(self, offset: int, receivers: int) -> None:
+        self._of.bytes_out += receivers * self._slots[offset].nbytes
         self._close(self._slots.pop(offset))
-        if self._of.keeps_times:
-            self.times = self.times._replace(done_us=self._of.now_us)
+        self.times = self.times._replace(done_us=self._of.now_us)
         self._done.add(offset)
         self._tally.done += 1
 
@@ -241,6 +243,8 @@ class Rounds:
         exits: how often a rank has left the job.
         now_us: when what is placed next has come, in microseconds of a monotonic clock.
         keeps_times: whether `take_times` is asked.
+        bytes_in, bytes_out: of contributions, and of results to all ranks.
+        took_us: how long each all-reduce took that is over and did not fail.
         lateness: of the ranks.
     """
 
@@ -260,6 +264,8 @@ class Rounds:
         self._swept: dict[int, int] = {}  # by rank, the latest touch that `waiting_for` has seen
         self.keeps_times = False
         self._ended: list[RoundTimes] = []
+        self.bytes_in = self.bytes_out = 0
+        self.took_us: list[int] = []
 
     def keep_times(self) -> None:
         self.keeps_times = True
@@ -267,6 +273,11 @@ class Rounds:
     def take_times(self) -> list[RoundTimes]:
         ended, self._ended = self._ended, []
         return ended
+
+    def traffic(self) -> Traffic:
+        buckets = Counter(_bucket(us) for us in self.took_us)
+        number, us = len(self.took_us), sum(self.took_us)
+        return Traffic(self.bytes_in, self.bytes_out, number, us, buckets)
 
     def used(self) -> int:
         rounds = len(self._rounds) * (ROUND_BYTES + self.world_size * RANK_BYTES)
@@ -336,9 +347,20 @@ class Rounds:
         sequence = heappop(self._order)
         self.settle(sequence)
         round_ = self._rounds.pop(sequence)
-        if len(self._ended) < MOST_TIMES and round_.times.begun_us:
+        if self.keeps_times and len(self._ended) < MOST_TIMES and round_.times.begun_us:
             self._ended.append(round_.times._replace(sequence=sequence))
+        if round_.error is None and round_.times.done_us and sequence % PLACES:
+            self.took_us.append(round_.times.done_us - round_.times.begun_us)
         round_.forget()
+
+
+def _bucket(us: int) -> int:
+    """Return the eighth of an octave that a duration is in."""
+    octave = 0
+    while us >= 2 ** (octave + 1):
+        octave += 1
+    eighth = sum(8 * us >= (8 + n) * 2**octave for n in range(1, 8))
+    return min(8 * octave + eighth, BUCKETS - 1)
 
 
 def _noted(times: RoundTimes, slot: Slot, rank: int, now_us: int) -> RoundTimes:

@@ -36,7 +36,8 @@ class Stream:
 
     def do(self, job):
         """Return what waits for the job, and raises what it raised."""
-        return SimpleNamespace(wait=self._pool.submit(job).result)
+        made = self._pool.submit(job)
+        return SimpleNamespace(wait=made.result, done=made.done)
 
     def close(self):
         self._pool.shutdown(cancel_futures=True)
@@ -63,8 +64,16 @@ class SlowDevice:
         return torch.full((nbytes,), RUBBISH, dtype=torch.uint8)
 
     def follow(self, *tensors):
+        self._streams["to_host"].do(self.mark(*tensors).wait)
+
+    def mark(self, *tensors):
         del tensors
-        self._streams["to_host"].do(self.compute.do(lambda: None).wait)
+        return self.compute.do(lambda: None)
+
+    @contextlib.contextmanager
+    def leaving(self, mark):
+        mark.wait()  # what this thread does there is done at once
+        yield
 
     def to_host(self, block, source):
         return self._copy("to_host", block, source)

@@ -1,5 +1,9 @@
 """What a client has gone through is counted."""
 
+import time
+
+import pytest
+
 from worker_client.protocol._flight import CallMeter, MeteredCall
 
 
@@ -17,3 +21,17 @@ def test_calls_are_counted_once_each():
     assert (meter.calls, meter.pending, meter.bytes_reduced) == (2, 0, 8)
     assert meter.waited_s > 0
     assert meter.failure == "ValueError: why"
+    assert meter.durations.count == 1, "of those that ended well"
+    assert 0 < meter.durations.quantile(1.0) <= meter.waited_s + 1
+
+
+def test_a_call_takes_from_its_beginning_to_its_end():
+    meter = CallMeter()
+    for seconds in (0.02, 0.08):
+        call = MeteredCall(meter)
+        call.begin()
+        begun_s = time.monotonic()
+        time.sleep(seconds)
+        call(None)
+        took_s = time.monotonic() - begun_s
+        assert meter.durations.quantile(1.0) == pytest.approx(took_s, rel=1 / 8)

@@ -47,7 +47,11 @@ def test_a_thread_that_python_does_not_know_sums(make, reduce, count, elements, 
     def rank(client):
         numbers = np.arange(count * elements, dtype=np.float32).reshape(count, elements) % 1000
         arrays = numbers * (1 + client.rank)
+        since = time.monotonic()
         assert reduce(client, arrays, leads) == count
+        timed = inside.flat(client).session.flight.unowned
+        assert timed.count == count, "with those that the session has begun"
+        assert 0 < timed.quantile(0.5) <= time.monotonic() - since
         return (arrays == 3 * numbers).all()
 
     assert all(at_all(half_a_job(make), rank))

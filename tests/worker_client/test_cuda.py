@@ -38,11 +38,26 @@ def test_copies_wait_for_the_callers_stream(asked):
     opened.follow(asked.tensor)
     current = asked.cuda.current_stream
     current.assert_called_once_with(torch.device("cuda:0"))
-    asked.to_host.wait_stream.assert_called_once_with(current.return_value)
+    event = asked.cuda.Event.return_value
+    event.record.assert_called_once_with(current.return_value)
+    asked.to_host.wait_event.assert_called_once_with(event)
     assert asked.tensor.record_stream.mock_calls == [
         mock.call(asked.to_host),
         mock.call(asked.to_device),
     ]
+
+
+def test_what_leaves_a_device_follows_a_mark(asked):
+    opened = CudaDevice(torch.device("cuda:0"))
+    asked.reset_mock()
+    with opened.leaving(opened.mark(asked.tensor)):
+        asked.fold()
+    order = [call[0] for call in asked.mock_calls]
+    assert order.index("cuda.Event().record") < order.index("cuda.stream().__enter__")
+    assert order.index("to_host.wait_event") < order.index("fold")
+    assert order.index("fold") < len(order) - 1 - order[::-1].index("cuda.stream().__exit__")
+    asked.cuda.stream.assert_called_once_with(asked.to_host)
+    assert asked.tensor.record_stream.call_count == 2
 
 
 @pytest.mark.parametrize("way", ["to_host", "to_device"])
@@ -62,6 +77,8 @@ def test_a_copy_is_made_by_its_stream_and_an_event_follows(asked, way):
     event.synchronize.assert_not_called()
     copy.wait()
     event.synchronize.assert_called_once_with()
+    event.query.side_effect = [False, True]
+    assert [copy.done(), copy.done()] == [False, True]
     assert opened.returning() is asked.cuda.stream.return_value
     asked.cuda.stream.assert_called_with(asked.to_device)
 
@@ -77,10 +94,12 @@ def test_errors_of_cuda_are_typed(asked):
     copy = opened.to_host(asked.target, asked.source)
     asked.target.copy_.side_effect = error
     asked.cuda.Event.return_value.synchronize.side_effect = error
+    asked.cuda.Event.return_value.query.side_effect = error
     asked.empty.side_effect = error
-    asked.to_host.wait_stream.side_effect = error
+    asked.to_host.wait_event.side_effect = error
     for call in (
         copy.wait,
+        copy.done,
         lambda: opened.to_host(asked.target, asked.source),
         lambda: opened.to_device(asked.target, asked.source),
         lambda: opened.pinned(10),

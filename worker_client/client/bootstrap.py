@@ -27,7 +27,6 @@ from reducer.wire.layout import mixed_weights
 from worker_client import config
 from worker_client.client import compose, rendezvous, summary
 from worker_client.communicators.newcomers import MembershipRequest
-from worker_client.communicators.node_sockets import connect_node
 from worker_client.communicators.placement import arrange, host_identity, host_name
 from worker_client.launch import LauncherRole
 from worker_client.launch.resolved import Launcher
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from worker_client.client.client import Client
     from worker_client.client.hosting import Hosted
     from worker_client.client.rendezvous import Rendezvous
-    from worker_client.communicators.node_sockets import NodeSockets
+    from worker_client.communicators.communicator import Communicator
     from worker_client.communicators.placement import NodePlace
     from worker_client.communicators.process_group import ProcessGroup
     from worker_client.config import InitSettings, WorkerConfig
@@ -79,7 +78,7 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
         nodes = [[group.ranks[at] for at in ranks] for ranks in place.nodes]
         across = list(zip(*nodes, strict=True))
         between = group.subgroup(across[place.local_rank], all_of=across)
-        node = compose.Node(place, partial(_meet_node, group, place))
+        node = _node(settings, group, place, nodes)
         client = enlist(settings, between, (between.rank, between.world_size), node=node)
     if not part:
         if settings.on_rank_lost == "continue" and config.torchrun_ends_the_others():
@@ -150,13 +149,32 @@ def _check_join(settings: WorkerConfig) -> None:
         )
 
 
-def _meet_node(group: Rendezvous, place: NodePlace, topic: str) -> NodeSockets:
-    return connect_node(
-        place.peers,
-        place.local_rank,
-        partial(group.share, f"node/{topic}"),
-        partial(group.read, f"node/{topic}"),
-    )
+def _node(
+    settings: WorkerConfig, group: Rendezvous, place: NodePlace, nodes: Sequence[Sequence[int]]
+) -> compose.Node:
+    """Make the process groups of this rank's node; all ranks of `group` call this alike.
+
+    `nodes` have the ranks as the process group calls them.
+    """
+    # They load torch, which a rank that has a process group has loaded.
+    from worker_client.communicators.node import NodeCommunicator  # noqa: PLC0415
+    from worker_client.communicators.node_group import NodeGroup, NodePages  # noqa: PLC0415
+
+    own = group.subgroup(nodes[place.node], all_of=nodes)
+    assert own.make_private is not None, "ranks without have no place"
+    patience_s = settings.timeout + GROUPS_WAIT_S
+    made = {
+        topic: [own.make_private(patience_s, backend=own.backends) for _ in range(2)]
+        for topic in ("ordered", "named")
+    }
+
+    def around(between: Communicator, topic: str) -> NodeCommunicator:
+        pages = NodePages(place.peers, place.local_rank, partial(own.gather, f"pages/{topic}"))
+        takes_devices = "nccl" in own.backends
+        ranks = NodeGroup(pages, made[topic])
+        return NodeCommunicator(between, place, ranks, takes_devices=takes_devices)
+
+    return compose.Node(place, around)
 
 
 def connect_subgroup(ranks: Sequence[int]) -> Client:
@@ -279,19 +297,16 @@ def _place(settings: WorkerConfig, group: Rendezvous | None) -> NodePlace | None
     """Find this rank's place among nodes, if all-reduces are to go through nodes first."""
     if settings.hierarchy == "off":
         return None
-    if settings.on_rank_lost != "error":
-        raise ConfigError(
-            "REDUCTION_HIERARCHY=auto cannot go on without a rank: each local rank has a job of "
-            "its own, and one of them could sum with the lost rank's node and another without it. "
-            "Leave out REDUCTION_ON_RANK_LOST, or set REDUCTION_HIERARCHY=off"
-        )
     place = None
-    if group is not None:
+    if group is not None and group.make_private is not None:
         launched = config.launch().node_rank
         key = host_identity() if launched is None else str(launched)
         place = arrange(group.gather("node", key), group.rank)
     if place is None:
-        log.info("no hierarchy: it needs a process group, and nodes with equally many ranks")
+        log.warning(
+            "REDUCTION_HIERARCHY=auto has no effect: it takes a process group of torch's, and "
+            "several nodes of equally many ranks, more than one"
+        )
     else:
         log.info("hierarchy: %d nodes of %d ranks", len(place.nodes), len(place.peers))
     return place
@@ -305,6 +320,7 @@ JOIN_AGAIN_S = 0.3  # between two attempts to join a job that runs
 _NOT_NOW = (
     *(DuplicateRankError, LocalProtocolError, MembershipError, RankLostError, ReductionTimeout),
 )
+GROUPS_WAIT_S = 60.0  # of a node's process groups, beyond a call's timeout, which ends it first
 BEGIN_WITHOUT_S = 3.0  # longer than a reducer that is well takes to answer anywhere
 
 

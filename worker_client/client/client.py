@@ -19,7 +19,7 @@ from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import REDUCERS_TIMEOUT_S
 from worker_client.protocol import _flight
-from worker_client.protocol.operation import Operation, refused
+from worker_client.protocol.operation import Operation, refused, refusing
 from worker_client.runtime import service_thread
 from worker_client.staging.arguments import DEFINED, parse, parse_op, refuse_weight
 from worker_client.staging.device_copies import DeviceStaging
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.messages import Straggler
     from worker_client.client.membership_change import MembershipChange, Resources
-    from worker_client.communicators.communicator import Communicator, Counters
+    from worker_client.communicators.communicator import Communicator, Counters, Traffic
     from worker_client.communicators.elastic import Change
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
@@ -89,7 +89,7 @@ class Client:
         self._resources = resources
         self._wire = wire
         self._casts = wire.wire_dtype is not None
-        self._piecewise = ordered.piecewise
+        self._stages = ordered.piecewise or ordered.takes_devices
         self._membership_change = membership_change
         self._enter = enter
         self._meter = _flight.CallMeter()
@@ -163,6 +163,20 @@ class Client:
         return mine if named is None else mine.plus(named.counters)
 
     @property
+    def traffic(self) -> Traffic:
+        """What this client's links have carried so far, and whom the ranks waited for."""
+        return self._ordered.traffic.plus(self._fusion.traffic)
+
+    @property
+    def carries(self) -> float:
+        """What the links to other machines carry at best, bytes a second; 0 if that is unknown.
+
+        It is measured while all-reduces of 1 MiB or more are on their way.
+        """
+        named = self._fusion.communicator
+        return max(self._ordered.carries, 0.0 if named is None else named.carries)
+
+    @property
     def losses(self) -> int:
         """How often a reducer in use was lost; `counters` has those of calls with names besides."""
         named = self._fusion.communicator
@@ -193,6 +207,9 @@ class Client:
 
     def summary(self) -> Summary:
         """Return what this client has gone through so far, the straggler included; prints well."""
+        durations = _flight.Durations()
+        for some in (self._meter.durations, self._fusion.durations):
+            durations.merge(some)
         return Summary(
             rank=self.rank,
             world_size=self.world_size,
@@ -204,6 +221,9 @@ class Client:
             fallbacks=self.counters.fallbacks,
             straggler=self.straggler,
             failure=self._meter.failure,
+            traffic=self.traffic,
+            carries=self.carries,
+            durations=durations,
         )
 
     @property
@@ -493,7 +513,7 @@ class Client:
         if not self.admits or self._membership_change is None:
             raise ConfigError(
                 "ranks can join only where REDUCTION_ON_RANK_LOST=continue is set, and reducers "
-                "are those of a pool (REDUCTION_SERVERS)"
+                "are those of a pool (REDUCTION_SERVERS), and not with REDUCTION_HIERARCHY"
             )
         _, timeout_s = parse(DType.INT64, ReduceOp.MAX, None, timeout, self.timeout_s)
         return self._membership_change.admit(timeout_s, self._is_busy)
@@ -501,7 +521,8 @@ class Client:
     @property
     def admits(self) -> bool:
         """Whether ranks can join: the job goes on without lost ones, at reducers of a pool."""
-        return self._membership_change is not None and not self.spec.hosts
+        pool = self._membership_change is not None and not self.spec.hosts
+        return pool and self._enter is not None  # not if all-reduces go through nodes first
 
     @property
     def newcomer(self) -> bool:
@@ -545,7 +566,7 @@ class Client:
     ) -> Operation:
         """Start the all-reduce of a call without a name, and return it."""
         array = type(data) is np.ndarray  # which is no tensor, and asked faster
-        if self._piecewise and not array and is_on_device(data):
+        if self._stages and not array and is_on_device(data):
             self._check_usable()
             refuse_weight(weight, "the host multiplies, so pass tensor.cpu()")
             return self._stage(call, data, op, timeout, residual=residual, exact=exact)
@@ -614,9 +635,13 @@ class Client:
             call=call,
             data=tensor,
             lead=self._wait_for_device,
-            ended=call,  # of no bytes: staging counts them
+            ended=call,  # of no bytes where staging counts them
         )
         self._round(operation, flat.data.nbytes, residual, exact)
+        if self._ordered.takes_devices:
+            call.nbytes = flat.data.nbytes
+            self._ordered.all_reduce(operation, flat)
+            return operation
         self._submit = self._submit_in_order
         self._staging.all_reduce(operation, flat)
         return operation
@@ -639,20 +664,9 @@ class Client:
             self.observer.ended(self.observer.begun(name, data, op), why)
 
     def _refuse(self, call: _flight.MeteredCall, why: BaseException) -> None:
-        nothing = memoryview(b"")
         refusal = refused(self._ordered.rank, f"{type(why).__name__}: {why}")
         with suppress(ReductionError):  # it was shut down, or a device failed: the others hear that
-            self._submit(
-                Operation(
-                    nothing,
-                    DType.UINT8,
-                    ReduceOp.SUM,
-                    None,
-                    self.timeout_s,
-                    call=call,
-                    refusal=refusal,
-                )
-            )
+            self._submit(refusing(call, refusal, self.timeout_s))
 
     def _submit_in_order(self, operation: Operation) -> None:
         """Start an all-reduce behind all calls that wait for a device."""

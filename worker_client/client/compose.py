@@ -15,7 +15,6 @@ from worker_client.communicators.casting import CastingCommunicator
 from worker_client.communicators.communicator import FlatCommunicator
 from worker_client.communicators.elastic import ElasticCommunicator
 from worker_client.communicators.fallback import FallbackCommunicator
-from worker_client.communicators.hierarchical import HierarchicalCommunicator
 from worker_client.communicators.membership import REDUCERS_TIMEOUT_S, Membership
 from worker_client.config import NAMED
 from worker_client.fusion.fusion import Fusion
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from reducer.server import Server
     from worker_client.communicators.communicator import Communicator
     from worker_client.communicators.newcomers import MembershipRequest
-    from worker_client.communicators.node_sockets import NodeSockets
     from worker_client.communicators.placement import NodePlace
     from worker_client.communicators.process_group import ProcessGroup
     from worker_client.config import WorkerConfig
@@ -41,11 +39,12 @@ class Node(NamedTuple):
 
     Attributes:
         place: this rank's.
-        meet: connects to the other ranks of the node, which name the same topic.
+        around: puts what the node's ranks do among themselves around a communicator between nodes;
+            called with what they call it.
     """
 
     place: NodePlace
-    meet: Callable[[str], NodeSockets]
+    around: Callable[[Communicator, str], Communicator]
 
 
 def flat(
@@ -103,7 +102,10 @@ def client(
     inner = surviving(settings, spec, enter, ordered_group, left=left, lost=lost, joins=joins)
     membership_change: MembershipChange | None = None
     if isinstance(inner, ElasticCommunicator):
-        membership_change = MembershipChange(inner, enter, named, resources, newcomer=joins)
+        ranks_of = tuple if node is None else node.place.ranks_of
+        membership_change = MembershipChange(
+            inner, enter, named, resources, newcomer=joins, ranks_of=ranks_of
+        )
     ordered = around(settings, inner, "ordered", node)
     alone = settings.model_copy(update={"dump": None})
     made = Client(
@@ -218,24 +220,17 @@ def around(
     `topic` is what ranks of a node call it.
 
     Raises:
-        ReductionError: a reducer, or a rank of this node, did not answer or refused this rank.
+        ReductionError: a reducer did not answer or refused this rank.
     """
     wire_dtype = WIRE_DTYPES[settings.wire_dtype]
-    sockets: NodeSockets | None = None
     try:
-        if node is not None:
-            sockets = node.meet(topic)
         inner.join(settings.connect_timeout)
         if wire_dtype is not None:
             inner = CastingCommunicator(inner, wire_dtype, whole=inner.spec.elastic)
-        if node is not None and sockets is not None:
-            return HierarchicalCommunicator(inner, node.place, sockets)
+        return inner if node is None else node.around(inner, topic)
     except BaseException:
-        if sockets is not None:
-            sockets.close()
         inner.stop()
         raise
-    return inner
 
 
 def _stays_in_job() -> None:

@@ -12,7 +12,7 @@ from worker_client.communicators.elastic import Change
 from worker_client.communicators.newcomers import LOOK_S, NewcomerRendezvous, Proposal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from worker_client.communicators.communicator import FlatCommunicator
     from worker_client.communicators.elastic import ElasticCommunicator
@@ -59,7 +59,8 @@ class MembershipChange:
 
     `elastic` is that of calls in order. `new_fusion` makes what reduces named tensors after ranks
     have joined, from how many have ever taken part and which ones are lost. `enter` makes a
-    communicator, for the rendezvous.
+    communicator, for the rendezvous. `ranks_of` returns the client's ranks by those of `elastic`,
+    which are nodes if all-reduces go through nodes first.
 
     Attributes:
         newcomer: this rank has joined, and not called `admit` yet.
@@ -74,9 +75,11 @@ class MembershipChange:
         resources: Resources,
         *,
         newcomer: bool,
+        ranks_of: Callable[[Iterable[int]], tuple[int, ...]] = tuple,
     ) -> None:
         self.newcomer = newcomer
         self.refusal: str | None = None
+        self._ranks_of = ranks_of
         self._elastic = elastic
         self._enter = enter
         self._new_fusion = new_fusion
@@ -176,6 +179,7 @@ class MembershipChange:
 
     def _changed(self, change: Change) -> None:
         self._lose_named()
+        change = Change(*map(self._ranks_of, change))
         for callback in self._callbacks:
             _notify(callback, change)
 

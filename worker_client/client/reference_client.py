@@ -67,6 +67,8 @@ class EndedWork(NamedTuple):
 class ReferenceClient:
     """One rank of a job, as `worker_client.client.client.Client` for what the reference does.
 
+    It measures nothing, and has no `summary`.
+
     Raises:
         ConfigError: the settings take the compiled client.
         ReductionError: as `worker_client.init`.

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     class MakePrivate(Protocol):
         """Makes a group that nothing else uses."""
 
-        def __call__(self, timeout_s: float, all_of: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        def __call__(
+            self, timeout_s: float, all_of: Sequence[Sequence[int]], *, backend: str = "gloo"
+        ) -> dist.ProcessGroup:
             """Make a group."""
 
 
@@ -47,7 +49,8 @@ class Rendezvous:
         ranks: what the process group calls them.
         name: what the job is called in addition, if it is one of several of the same name.
         make_private: makes a group of them that nothing else uses, at the same point in every rank,
-            if that can be, for what takes so many seconds at most.
+            if that can be, for what takes so many seconds at most; of Gloo, unless told otherwise.
+        backends: that `make_private` can be told, for tensors wherever they may be.
     """
 
     def __init__(
@@ -60,12 +63,14 @@ class Rendezvous:
         all_of: Sequence[Sequence[int]] = (),
         name: str = "",
         timeout_s: float = STORE_TIMEOUT_S,
+        backends: str = "gloo",
     ) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
         self.world_size = len(self.ranks)
         self.name = name
-        self.make_private: Callable[[float], dist.ProcessGroup] | None = None
+        self.backends = backends
+        self.make_private: Callable[..., dist.ProcessGroup] | None = None
         if make_private is not None:
             self.make_private = partial(make_private, all_of=all_of or [self.ranks])
         self._make_private = make_private
@@ -106,6 +111,7 @@ class Rendezvous:
             all_of=all_of,
             name=name,
             timeout_s=self._timeout_s,
+            backends=self.backends,
         )
 
     def share(self, topic: str, value: str) -> None:
@@ -250,11 +256,13 @@ def _is_of_network(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistNetworkError)
 
 
-def _private_group(timeout_s: float, all_of: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+def _private_group(
+    timeout_s: float, all_of: Sequence[Sequence[int]], *, backend: str = "gloo"
+) -> dist.ProcessGroup:
     import torch.distributed as dist  # noqa: PLC0415 (as below)
 
     patience = timedelta(seconds=timeout_s)
-    made = [dist.new_group(ranks, timeout=patience, backend="gloo") for ranks in all_of]
+    made = [dist.new_group(ranks, timeout=patience, backend=backend) for ranks in all_of]
     mine: dist.ProcessGroup
     (mine,) = [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
     return mine
@@ -279,4 +287,6 @@ def current() -> Rendezvous | None:
     start = config.launch().restarts
     store = PrefixStore(f"reduction/{start}/{_joined[0]}", _get_default_store())
     ranks = range(dist.get_world_size())
-    return Rendezvous(dist.get_rank(), ranks, store, make_private=_private_group)
+    nccl = dist.is_nccl_available() and "nccl" in dist.get_backend_config()
+    backends = "cpu:gloo,cuda:nccl" if nccl else "gloo"
+    return Rendezvous(dist.get_rank(), ranks, store, make_private=_private_group, backends=backends)

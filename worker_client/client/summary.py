@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reducer.logs import program_shows
+from worker_client.communicators.communicator import Traffic
+from worker_client.protocol._flight import Durations
 
 if TYPE_CHECKING:
     from reducer.wire.messages import Straggler
     from worker_client.protocol.spec import JobSpec
 
 _NAMED = 3  # addresses of reducers in a line; of more, their number
+_LATE = 2  # ranks in a line that the others waited for most, ...
+_LATE_S = 0.05  # ... if they did for as long
+_SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes"))
+_TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 _OURS = logging.getLogger("worker_client")
 
 log = logging.getLogger(__name__)
@@ -35,6 +42,9 @@ class Summary:
         straggler: the rank that the others wait for again and again, and why, if there is one.
         failure: class and text of the error of the all-reduce that has ended last, named ones
             apart; "" if it ended well.
+        traffic: what links have carried, and how long ranks were waited for.
+        carries: as of `Client`.
+        durations: of all-reduces that ended well, from their calls to their ends.
     """
 
     rank: int
@@ -47,11 +57,30 @@ class Summary:
     fallbacks: int
     straggler: Straggler | None
     failure: str = ""
+    traffic: Traffic = field(default_factory=Traffic)
+    carries: float = 0.0
+    durations: Durations = field(default_factory=Durations)
+
+    @property
+    def rate(self) -> float:
+        """As of `Traffic`; by what `carries` is above it, links waited for ranks, or rested."""
+        return self.traffic.rate
+
+    @property
+    def median_s(self) -> float:
+        """Seconds that half of the all-reduces took at most, right to a sixteenth; 0: no call."""
+        return self.durations.quantile(0.5)
+
+    @property
+    def p99_s(self) -> float:
+        """Seconds that 99 % of them took at most, likewise."""
+        return self.durations.quantile(0.99)
 
     def __str__(self) -> str:
         """Say all of it."""
+        took = measured(self.traffic, self.carries, self.durations)
         said = [
-            f"{count(self.calls, 'all-reduce')}, {size(self.bytes_reduced)}",
+            f"{count(self.calls, 'all-reduce')}, {size(self.bytes_reduced)}{took}",
             f"waited {self.waited_s:.1f} s",
             lost(self.losses),
         ]
@@ -59,8 +88,13 @@ class Summary:
             said.append(f"{count(self.fallbacks, 'all-reduce')} by the process group")
         if gone := sorted({*range(self.world_size)} - {*self.present}):
             said.append(f"went on without rank {', '.join(map(str, gone))}")
-        if self.straggler is not None and self.rank == self.present[0]:  # once a job
-            said.append(f"{self.straggler}")
+        if self.rank == self.present[0]:  # once a job
+            waits = sorted(self.traffic.waited_for_s.items(), key=itemgetter(1), reverse=True)
+            late = [f"{seconds:.1f} s for rank {rank}" for rank, seconds in waits[:_LATE]]
+            if late and waits[0][1] >= _LATE_S:
+                said.append(f"ranks waited {' and '.join(late)}")
+            if self.straggler is not None:
+                said.append(f"{self.straggler}")
         if self.failure:
             said.append(f"the last one failed: {self.failure}")
         return ", ".join(said)
@@ -78,11 +112,40 @@ def count(number: int, noun: str) -> str:
 
 def size(count: float) -> str:
     """Return bytes, in words."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+    one, unit = _unit(count)
+    return f"{count:.0f} bytes" if unit == "bytes" else f"{count / one:.1f} {unit}"
+
+
+def measured(traffic: Traffic, carries: float, durations: Durations) -> str:
+    """Say what was measured of all-reduces, behind what they were; "" if none was made."""
+    said = ""
+    if traffic.rate:
+        said += f" ({size(traffic.bytes_sent)} out, {size(traffic.bytes_received)} in)"
+    if durations.count:
+        median_s, p99_s = (durations.quantile(share) for share in (0.5, 0.99))
+        said += f", {lasting(median_s)} (p99 {lasting(p99_s)})"
+    if traffic.rate:
+        said += f", {speed(traffic.rate, carries)}"
+    return said
+
+
+def speed(rate: float, carries: float) -> str:
+    """Return a rate, of what links carry if that is known, both in bytes a second, in words."""
+    one, unit = _unit(max(rate, carries))
+    of = f" of {carries / one:.3g}" if carries >= rate else ""
+    return f"{rate / one:.3g}{of} {unit}/s"
+
+
+def lasting(seconds: float) -> str:
+    """Return a duration in two digits."""
+    one, unit = next(((one, unit) for one, unit in _TIMES if seconds >= one), _TIMES[-1])
+    value = float(f"{seconds / one:.2g}")
+    return f"{value:g} {unit}"
+
+
+def _unit(count: float) -> tuple[float, str]:
+    """Return the unit that bytes are said in, and how many bytes it is."""
+    return next(((one, unit) for one, unit in _SIZES if count >= one), _SIZES[-1])
 
 
 def begins(summary: Summary, spec: JobSpec, impl: str) -> None:

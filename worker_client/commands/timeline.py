@@ -1,4 +1,4 @@
-"""`worker-client timeline merge`: the timelines of ranks and reducers as one, on one clock.
+"""`worker-client timeline`: files of ranks and reducers, put on one clock, and merged into one.
 
 Every host has a clock of its own, and messages between hosts bound how far two of them are apart:
 no contribution arrives before its rank has begun to send it, and no rank has a result before the
@@ -91,27 +91,9 @@ def merge(paths: Sequence[Path], output: Path) -> Merged:
     """Write the events of several files, and of those in directories, to one.
 
     Raises:
-        ConfigError: there are no timelines, or one that was named cannot be read, or the output
-            not written.
+        ConfigError: as `read`, or the output cannot be written.
     """
-    processes: list[Process] = []
-    left_out: list[str] = []
-    for path in paths:
-        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
-            if file.resolve() == output.resolve():
-                continue
-            try:
-                processes.append(_read(file))
-            except ConfigError as error:
-                if file is path:  # it was named
-                    raise
-                left_out.append(str(error))
-    processes.sort(key=lambda one: one.order)
-    if not processes:
-        raise ConfigError(
-            f"there are no timelines in {', '.join(map(str, paths))}: set REDUCTION_TIMELINE to a "
-            "directory at every rank and reducer, and copy what they have written to one place"
-        )
+    processes, left_out = read(paths, output)
     clocks = align(processes)
     begin_us = min(
         event["ts"] + clocks[one.host].offset_us
@@ -134,6 +116,36 @@ def merge(paths: Sequence[Path], output: Path) -> Merged:
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error.strerror}") from None
     return Merged(list(clocks.values()), left_out)
+
+
+def read(paths: Sequence[Path], output: Path) -> tuple[list[Process], list[str]]:
+    """Read several files, and those in directories, but for the output of an earlier time.
+
+    Returns:
+        The timelines, ranks before reducers; and why files of a directory were left out.
+
+    Raises:
+        ConfigError: there are no timelines, or one that was named cannot be read.
+    """
+    processes: list[Process] = []
+    left_out: list[str] = []
+    for path in paths:
+        for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
+            if file.resolve() == output.resolve():
+                continue
+            try:
+                processes.append(_read(file))
+            except ConfigError as error:
+                if file is path:  # it was named
+                    raise
+                left_out.append(str(error))
+    processes.sort(key=lambda one: one.order)
+    if not processes:
+        raise ConfigError(
+            f"there are no timelines in {', '.join(map(str, paths))}: set REDUCTION_TIMELINE to a "
+            "directory at every rank and reducer, and copy what they have written to one place"
+        )
+    return processes, left_out
 
 
 def described(clock: Clock) -> str:

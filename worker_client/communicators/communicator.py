@@ -6,6 +6,7 @@ import logging
 import math
 import socket
 import time
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReducerLostError
@@ -16,7 +17,7 @@ from worker_client.runtime.trace import Trace
 from worker_client.runtime.transport import Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from reducer.errors import ReductionError
     from reducer.wire.messages import Straggler
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.operation import Operation, Unfinished
     from worker_client.protocol.spec import JobSpec
     from worker_client.runtime.credentials import Keys
+    from worker_client.staging.host_buffer import Flat
 
 LOOK_S = 0.2  # between two looks for a pool that is gone
 LOOK_AT_HOSTS_S = 1.0  # between two looks whether a rank that does not answer is there
@@ -45,6 +47,46 @@ class Counters(NamedTuple):
     def plus(self, other: Counters) -> Counters:
         """Return the sum of two."""
         return Counters(*map(sum, zip(self, other, strict=True)))
+
+
+class Traffic(NamedTuple):
+    """What a communicator's links have carried, and all that it is made of; and whom ranks await.
+
+    Attributes:
+        bytes_sent, bytes_received: of contributions and of results on the network, without headers;
+            what this process's own reducer gets and gives is not on it.
+        busy_s: seconds while any all-reduce was on its way, but for stretches that failed.
+        waited_for_s: by rank: seconds that the others have waited for it alone, while reducers said
+            that it was the straggler.
+    """
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    busy_s: float = 0.0
+    waited_for_s: Mapping[int, float] = MappingProxyType({})
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that came while all-reduces were on their way; 0: none came."""
+        return self.bytes_received / self.busy_s if self.busy_s else 0.0
+
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the sum of two."""
+        waits = {
+            rank: self.waited_for_s.get(rank, 0.0) + other.waited_for_s.get(rank, 0.0)
+            for rank in {**self.waited_for_s, **other.waited_for_s}
+        }
+        return Traffic(
+            self.bytes_sent + other.bytes_sent,
+            self.bytes_received + other.bytes_received,
+            self.busy_s + other.busy_s,
+            waits,
+        )
+
+    def renumbered(self, ranks: Sequence[int]) -> Traffic:
+        """Return it with a rank's number in `ranks` in place of its place there."""
+        waits = {ranks[rank]: waited_s for rank, waited_s in self.waited_for_s.items()}
+        return self._replace(waited_for_s=waits)
 
 
 class Communicator:
@@ -123,14 +165,34 @@ class Communicator:
         return self.inner.piecewise
 
     @property
+    def takes_devices(self) -> bool:
+        """Whether `all_reduce` can be called, with tensors on devices."""
+        return False
+
+    @property
     def takes_unfilled(self) -> bool:
         """Whether `submit` takes pieces of a call that are yet to be filled."""
         return False
 
     @property
+    def contributors(self) -> Sequence[int]:
+        """Ranks whose contributions the latest all-reduce has, if one was in progress at a time."""
+        return self.inner.contributors
+
+    @property
     def counters(self) -> Counters:
         """What it has gone through so far."""
         return self.inner.counters
+
+    @property
+    def traffic(self) -> Traffic:
+        """What its links have carried so far."""
+        return self.inner.traffic
+
+    @property
+    def carries(self) -> float:
+        """What its links to other machines carry at best, bytes a second; 0 if that is unknown."""
+        return self.inner.carries
 
     @property
     def closing(self) -> bool:
@@ -173,6 +235,10 @@ class Communicator:
             ReductionError: nothing may be submitted any more, and the operation does not end.
         """
         self.inner.submit(operation)
+
+    def all_reduce(self, whole: Operation, flat: Flat) -> None:
+        """Start an all-reduce of a tensor on a device, as `DeviceStaging.all_reduce` does."""
+        self.inner.all_reduce(whole, flat)
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
         """Move all-reduces on until `done`, or `until`, if this thread can; else return at once.
@@ -266,6 +332,10 @@ class FlatCommunicator(Communicator):
         return tuple(range(self.world_size))
 
     @property
+    def contributors(self) -> Sequence[int]:
+        return self.present
+
+    @property
     def straggler(self) -> Straggler | None:
         return self.session.straggler
 
@@ -307,6 +377,21 @@ class FlatCommunicator(Communicator):
     def counters(self) -> Counters:
         seen = self.session.failover
         return Counters(seen.losses, seen.moved, seen.claimed, seen.supplied)
+
+    @property
+    def traffic(self) -> Traffic:
+        flight = self.session.flight
+        seen = [flight.stats(link.index) for link in self.session.network_links]
+        return Traffic(
+            sum(one.bytes_sent for one in seen),
+            sum(one.bytes_received for one in seen),
+            flight.busy_s,
+            dict(self.session.waited_for_s),
+        )
+
+    @property
+    def carries(self) -> float:
+        return sum(map(self.session.rate_of, self.session.network_links))
 
     def join(self, timeout_s: float) -> None:
         """Wait for the reducers; if none answers, for as long as `spec.wait_s` says.

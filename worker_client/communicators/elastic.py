@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.communicators.communicator import Communicator, Counters
+from worker_client.communicators.communicator import Communicator, Counters, Traffic
 from worker_client.communicators.reconcile import NewLossError, Reconciliation
 from worker_client.communicators.replay_log import ReplayEntry, ReplayLog
 from worker_client.protocol.operation import Operation, own
@@ -77,6 +77,9 @@ class _Earlier:
     communicators: list[Communicator] = field(default_factory=list)
     last_agreement: int = -1  # sequence number of the reconciliation's last all-reduce
     leaving: threading.Thread | None = None
+    # Of all memberships so far but the one in use.
+    counters: Counters = field(default_factory=Counters)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 class ElasticCommunicator(Communicator):
@@ -111,7 +114,6 @@ class ElasticCommunicator(Communicator):
         self.on_change: Callable[[Change], None] = lambda _: None
         self._enter = enter
         self._left: Callable[[], None] | None = left  # None: it was called
-        self._past = Counters()  # of earlier memberships
         self._timeout_s = timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._replay_log = ReplayLog(joins=joins)
@@ -143,6 +145,10 @@ class ElasticCommunicator(Communicator):
         return self.membership.present
 
     @property
+    def contributors(self) -> tuple[int, ...]:
+        return self._replay_log.contributors
+
+    @property
     def straggler(self) -> Straggler | None:
         with self._gate:
             found, present = self.inner.straggler, self.membership.present
@@ -150,7 +156,13 @@ class ElasticCommunicator(Communicator):
 
     @property
     def counters(self) -> Counters:
-        return self._past.plus(self.inner.counters)
+        return self._earlier.counters.plus(self.inner.counters)
+
+    @property
+    def traffic(self) -> Traffic:
+        with self._gate:
+            latest = self.inner.traffic.renumbered(self.membership.present)
+            return self._earlier.traffic.plus(latest)
 
     @property
     def closing(self) -> bool:
@@ -313,6 +325,7 @@ class ElasticCommunicator(Communicator):
                 return
             told = None if error is None else self.membership.renumbered(error)
             entry.finish(bytes(entry.operation.view) if told is None else None, told)
+            self._replay_log.contributors = self.membership.present
             if self._admits(entry):
                 self._recover()
             reached = self.inner.reached
@@ -492,12 +505,14 @@ class ElasticCommunicator(Communicator):
             self._check_open()
             places = [self.inner, *(other for other, _ in self._losses.coming)]
             self._earlier.communicators += [one for one in places if one is not communicator]
-            before, self.membership = self.membership.present, membership
             if communicator is not self.inner:
-                self._past = self._past.plus(self.inner.counters)
+                self._earlier.counters, self._earlier.traffic = self.counters, self.traffic
+            before, self.membership = self.membership.present, membership
             self.inner, self.lost, self._joins = communicator, lost, False
             self._earlier.last_agreement = last_agreement
             losses, self._losses = self._losses, _Losses()
+            if losses.ends:  # their results were there before
+                self._replay_log.contributors = before
             change = Change(
                 membership.present,
                 tuple(rank for rank in membership.present if rank not in before),

@@ -1,58 +1,46 @@
-"""The sum of what the ranks of one node have, by the reducers' kernels: their order, their bits.
+"""What the ranks of a node make of their parts: folds in our order on every device, and rounds.
 
-16-bit types are folded, and travel on, in fp32: they are rounded once, at the very end, as where
-every rank sends its own to the reducers.
+NCCL's own reduce-scatter adds in an order that depends on sizes and channels; this one does not.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+import torch
 
-import numpy as np
+from reducer.wire.constants import DType, ReduceOp
 
-from reducer import kernels
-from reducer.wire.constants import DType
-from worker_client.staging import casts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from reducer.wire.constants import ReduceOp
-
-Array: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
-
-_KERNELS, _CASTS = kernels.select(), casts.select()
+TYPES: dict[DType, torch.dtype] = {
+    dtype: getattr(torch, dtype.name.lower()) for dtype in DType if not dtype.is_block
+}
 
 
 def folded_as(dtype: DType) -> DType:
-    """Return the type in which elements are folded."""
+    """Return the type in which elements are folded, and travel between nodes."""
     return DType.FLOAT32 if dtype.itemsize == 2 else dtype
 
 
-def fold(rows: Sequence[memoryview], dtype: DType, op: ReduceOp) -> Array:
-    """Reduce rows of equally many elements, the first with the second and so on, as `folded_as`."""
-    wide = folded_as(dtype)
-    folded = np.empty(rows[0].nbytes // dtype.itemsize * wide.itemsize, np.uint8)
-    if wide is dtype:
-        _KERNELS.reduce(rows, folded, wide, op)
-        return folded
-    _CASTS.widen(rows[0], folded.data, dtype)
-    floats = np.empty_like(folded)  # of one row at a time
-    for row in rows[1:]:
-        _CASTS.widen(row, floats.data, dtype)
-        _KERNELS.reduce([folded, floats], folded, wide, op)
-    return folded
+def fold(rows: torch.Tensor, dtype: DType, op: ReduceOp) -> torch.Tensor:
+    """Fold rows of elements from the first to the last, 16-bit ones in fp32; leaves `rows` alone.
 
-
-def finish(folded: Array, dtype: DType, divisor: int, target: memoryview) -> None:
-    """Divide by the number of ranks for a mean, or by 1, round once, and write to `target`.
-
-    `folded` is what `fold` has returned, and is overwritten; `dtype` is that of `target`.
+    A mean is divided by the number of rows.
     """
-    wide = folded_as(dtype)
-    if divisor != 1:
-        _CASTS.divide(folded.data, divisor, wide)
-    if wide is dtype:
-        target[:] = folded.data
-    else:
-        _CASTS.narrow(folded.data, target, dtype)
+    total = rows[0].to(TYPES[folded_as(dtype)], copy=True)
+    for row in rows[1:]:
+        if op is ReduceOp.PRODUCT:
+            total.mul_(row)
+        elif op in {ReduceOp.SUM, ReduceOp.MEAN}:
+            total.add_(row)
+        else:
+            replaces = row < total if op is ReduceOp.MIN else row > total
+            total = torch.where(replaces | row.isnan(), row, total)
+    if op is ReduceOp.MEAN:
+        # By a tensor of the device: by a number, torch multiplies with its inverse there.
+        total.div_(torch.full((), len(rows), dtype=total.dtype, device=total.device))
+    return total
+
+
+def rounded(folded: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """Return what was folded in its own type, rounded to nearest, ties to even, with one NaN."""
+    if folded.dtype is TYPES[dtype]:
+        return folded
+    return folded.to(TYPES[dtype]).masked_fill_(folded.isnan(), torch.nan)

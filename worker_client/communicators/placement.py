@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from reducer.wire.messages import MAX_SETTING_BYTES, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 
 class NodePlace(NamedTuple):
@@ -29,6 +29,10 @@ class NodePlace(NamedTuple):
     def across(self) -> tuple[int, ...]:
         """Ranks that have this one's local rank, one of each node."""
         return tuple(ranks[self.local_rank] for ranks in self.nodes)
+
+    def ranks_of(self, nodes: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks of some nodes, ascending."""
+        return tuple(sorted(rank for node in nodes for rank in self.nodes[node]))
 
 
 def arrange(keys: Sequence[str], rank: int) -> NodePlace | None:

@@ -68,10 +68,16 @@ class ReplayLog:
     """Calls in their order, numbered from 0; threads may share it.
 
     A rank that `joins` a job that runs learns first which number its next call has.
+
+    Attributes:
+        next: number of the next call.
+        contributors: ranks whose contributions the latest call has that has ended, if it was the
+            only one in progress.
     """
 
     def __init__(self, *, joins: bool = False) -> None:
         self.next = 0
+        self.contributors: tuple[int, ...] = ()
         self._joins = joins
         self._entries: dict[int, ReplayEntry] = {}
         self._doomed: dict[int, ReductionError] = {}

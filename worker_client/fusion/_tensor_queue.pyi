@@ -6,6 +6,7 @@ from reducer.errors import ReductionError
 from reducer.wire.constants import ReduceOp
 from worker_client.fusion.negotiation import Tensor
 from worker_client.fusion.tensor_queue import Request
+from worker_client.protocol._flight import Durations
 from worker_client.work import Lead
 
 class RequestState:
@@ -27,11 +28,14 @@ class QueueState:
     news_bytes: int
     news_since: float | None
     news_until: float
+    @property
+    def durations(self) -> Durations: ...
     changed: threading.Condition
 
     def __init__(
         self, make: Callable[[], Request], lead: Lead, timeout_s: float, threshold: int
     ) -> None: ...
+    def ended_well(self, requests: Sequence[Request]) -> None: ...
     def refused(self, name: str) -> ReductionError: ...
     def submit(
         self,

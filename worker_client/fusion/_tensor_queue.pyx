@@ -16,8 +16,11 @@ from cpython.buffer cimport (
     PyBuffer_Release,
     PyObject_GetBuffer,
 )
+from libc.stdint cimport uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
+
+from worker_client.protocol._flight cimport Durations, durations_add, now_ns
 
 from reducer.wire.constants import DType
 from worker_client.staging.arguments import parse
@@ -92,6 +95,7 @@ cdef class QueueState:
     cdef object _make, _lock, _lead
     cdef double _timeout_s
     cdef readonly Py_ssize_t threshold
+    cdef readonly Durations durations
 
     def __init__(self, make, lead, double timeout_s, Py_ssize_t threshold):
         self.requests, self.calls, self._known = {}, {}, {}
@@ -99,6 +103,7 @@ cdef class QueueState:
         self.changed = threading.Condition(self._lock)
         self._make, self._lead = make, lead
         self._timeout_s, self.threshold = timeout_s, threshold
+        self.durations = Durations()
 
     def submit(self, data, op, name, timeout, bint exact, shape="", residual=None):
         cdef object made = self._make()  # a variable of C's type could not hold the class
@@ -136,6 +141,13 @@ cdef class QueueState:
             # Last: an exception out of a signal handler finds it accepted, or not.
             self.requests[name], self.calls[name] = made, request.call + 1
         return made
+
+    def ended_well(self, requests):
+        """Count how long calls have taken that end now."""
+        cdef double elapsed_s, now = now_ns() / 1e9
+        for made in requests:
+            elapsed_s = now - (<RequestState?>made).begun
+            durations_add(&self.durations.c, <uint64_t>(1e9 * max(0.0, elapsed_s)))
 
     cdef Known learn(self, tensor, op):
         cdef Known known = Known()

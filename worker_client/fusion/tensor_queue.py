@@ -86,6 +86,7 @@ class TensorQueue(_tensor_queue.QueueState):
         news_bytes: of what has come since the latest round began.
         news_since: when the oldest of that came, in seconds of the monotonic clock, ...
         news_until: ... and when the latest.
+        durations: of calls that have ended well, each from its submission to its end.
         changed: guards all of this; notified when there is something to do.
         waited_s: seconds from the latest submission until nothing was in progress, so far.
     """
@@ -295,6 +296,8 @@ class TensorQueue(_tensor_queue.QueueState):
         packed: memoryview | None = None,
     ) -> None:
         """End calls that were taken out, whose results are in `packed` if they were packed."""
+        if error is None:
+            self.ended_well(requests)
         if packed is not None and error is None:
             _tensor_queue.unpack(requests, packed)
         else:

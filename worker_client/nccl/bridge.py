@@ -206,8 +206,12 @@ class CollectiveClient:
         self._communicator.stop()
         all_reduces, nbytes = _TOTALS.unpack(self._totals)
         self._totals.release()  # the memory is C's
-        told = [f"{summary.count(all_reduces, 'all-reduce')}, {summary.size(nbytes)}"]
-        told += [summary.lost(self._communicator.counters.losses)]
+        communicator = self._communicator
+        took = summary.measured(
+            communicator.traffic, communicator.carries, communicator.session.flight.unowned
+        )
+        told = [f"{summary.count(all_reduces, 'all-reduce')}, {summary.size(nbytes)}{took}"]
+        told += [summary.lost(communicator.counters.losses)]
         summary.say(f"{self._who}, ends: {', '.join(told)}")
 
 

@@ -21,6 +21,19 @@ cdef extern from "reducer/wire/header.h" nogil:
         uint64_t history
 
 
+cdef extern from "reducer/zmtp/heartbeat.h" nogil:
+    uint64_t now_ns() noexcept
+
+
+cdef extern from "worker_client/protocol/durations.h" nogil:
+    ctypedef struct durations_t "struct durations":
+        uint64_t count
+
+    void durations_add(durations_t *self, uint64_t ns) noexcept
+    void durations_merge(durations_t *self, const durations_t *others) noexcept
+    double durations_quantile(const durations_t *self, double share) noexcept
+
+
 cdef extern from "worker_client/protocol/all_reduce.h" nogil:
     enum all_reduce_state:
         ALL_REDUCE_PENDING
@@ -89,6 +102,8 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         uint64_t watermark, next, reached, retained_bytes
         uint64_t large_bytes
         size_t active, large
+        uint64_t busy_ns
+        durations_t unowned
         double earliest, measured_since, large_ended, fast_path_limit
         uint32_t epoch
         numbering_t numbering
@@ -146,7 +161,12 @@ cdef class Call:
     cdef readonly uint64_t number  # which no other call of this process has
 
 
+cdef class Durations:
+    cdef durations_t c
+
+
 cdef class CallMeter:
+    cdef readonly Durations durations
     cdef public int64_t calls, pending, bytes_reduced
     cdef public double since, waited_s
     cdef public str failure
@@ -154,6 +174,7 @@ cdef class CallMeter:
 
 cdef class MeteredCall(Call):
     cdef CallMeter _meter
+    cdef uint64_t _begun_ns
     cdef public bint pending
     cdef public uint64_t nbytes
 

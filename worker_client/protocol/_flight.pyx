@@ -11,7 +11,6 @@ from libc.string cimport memcpy, memset, strncpy
 from reducer.zmtp.net cimport block_drop, block_take
 
 from threading import Lock
-from time import monotonic
 
 from reducer.errors import LocalProtocolError
 from reducer.wire.constants import MAX_CHUNK_BYTES, PLACES, DType, MessageType, ReduceOp
@@ -37,10 +36,34 @@ cdef class Call:
         self.number = _calls
 
 
+cdef class Durations:
+    """How long things have taken, in seconds: their number, and quantiles.
+
+    It keeps a histogram of 2 KB: eight buckets an octave from 1.024 us to 1100 s, and the last one
+    has what took longer. So a quantile is off by a sixteenth at most, and by 64 ns below 1.024 us.
+    """
+
+    @property
+    def count(self):
+        return self.c.count
+
+    def add(self, double seconds):
+        durations_add(&self.c, nanoseconds(seconds))
+
+    def merge(self, Durations others not None):
+        """Count what others have as well."""
+        durations_merge(&self.c, &others.c)
+
+    def quantile(self, double share):
+        """Return the shortest that `share` of them, 0 to 1, have not exceeded; 0.0: none."""
+        return durations_quantile(&self.c, share) / 1e9
+
+
 cdef class CallMeter:
     """What has become of a client's calls.
 
     Attributes:
+        durations: of those that have ended well, each from its call to its end.
         calls: how many were made.
         pending: how many have not ended.
         bytes_reduced: of those that have ended well.
@@ -50,6 +73,7 @@ cdef class CallMeter:
     """
 
     def __init__(self):
+        self.durations = Durations()
         self.failure = ""
 
 
@@ -68,11 +92,13 @@ cdef class MeteredCall(Call):
         cdef CallMeter meter = self._meter
         meter.calls += 1
         meter.pending += 1
-        meter.since = monotonic()
+        self._begun_ns = now_ns()
+        meter.since = self._begun_ns / 1e9
         self.pending = True
 
     def __call__(self, error):
         cdef CallMeter meter = self._meter
+        cdef uint64_t now = now_ns()
         cdef double since
         if not self.pending:
             return
@@ -81,8 +107,9 @@ cdef class MeteredCall(Call):
         meter.failure = "" if error is None else f"{type(error).__name__}: {error}"
         if error is None:
             meter.bytes_reduced += self.nbytes
+            durations_add(&meter.durations.c, now - self._begun_ns)
         if not meter.pending:
-            since, meter.since = meter.since, monotonic()
+            since, meter.since = meter.since, now / 1e9
             meter.waited_s += meter.since - since
 
 
@@ -280,6 +307,18 @@ cdef class CompiledFlight:
     @property
     def active(self):
         return self.c.active
+
+    @property
+    def busy_s(self):
+        """Seconds during which any was, but for stretches that ended with a failure."""
+        return self.c.busy_ns / 1e9
+
+    @property
+    def unowned(self):
+        """Durations of C's own that have ended well, each from its call to its end."""
+        cdef Durations durations = Durations()
+        durations.c = self.c.unowned
+        return durations
 
     @property
     def large(self):

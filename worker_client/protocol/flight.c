@@ -185,7 +185,8 @@ bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chu
     said->history = asked->history;
     flight->ring[sequence & flight->mask] = operation;
     flight->next = sequence + 1;
-    flight->active++;
+    if (flight->active++ == 0)
+        flight->busy_since_ns = (uint64_t)(now * 1e9);
     set_times(flight, asked, now);
     if (asked->nbytes >= flight->large_bytes)
         begin_large(flight, now);
@@ -371,6 +372,8 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
         flight_confirm(flight, header.watermark);
     if (--operation->remaining == 0) {
         flight_retire(flight, operation);
+        if (flight->active == 0 && now_ns > flight->busy_since_ns)
+            flight->busy_ns += now_ns - flight->busy_since_ns;
         operation->following = flight->completed;
         flight->completed = operation;
     }
@@ -418,7 +421,9 @@ bool flight_end_unowned(struct flight *flight, double now)
         }
         if ((*place)->header.total_bytes >= flight->large_bytes)
             flight->large_ended = now;
-        atomic_store(&take_completed(flight, place)->state, ALL_REDUCE_DONE);
+        struct all_reduce *asked = take_completed(flight, place);
+        durations_add(&flight->unowned, (uint64_t)(fmax(now - asked->begun, 0) * 1e9));
+        atomic_store(&asked->state, ALL_REDUCE_DONE);
     }
     return flight->completed == NULL;
 }

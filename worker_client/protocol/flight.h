@@ -7,6 +7,7 @@
 #define WORKER_FLIGHT_H
 
 #include "cuts.h"
+#include "durations.h"
 
 /* Reducers are asked whom an all-reduce waits for after STRAGGLER_S, again twice as late, and LAST_S
  * before its deadline, or halfway if that is later. */
@@ -37,6 +38,9 @@ struct flight {
     uint64_t reached;            /* every operation below is finished at every rank */
     uint64_t retained_bytes;
     atomic_size_t active; /* operations in progress */
+    uint64_t busy_ns;       /* while any was, up to the end of the latest stretch that ended well */
+    uint64_t busy_since_ns; /* the present one */
+    struct durations unowned; /* of C's own that ended well, from their calls to their ends */
     double earliest; /* no deadline is before this time */
     uint64_t large_bytes; /* from this size on all-reduces say what a link can carry: */
     size_t large;         /* operations in progress that do, */

@@ -119,7 +119,11 @@ class FlowControl:
     @property
     def rate(self) -> float:
         """What the links carry together, bytes per second; 0 if that is not known yet."""
-        return sum(max(rates, default=0.0) for rates in self._rates.values())
+        return sum(map(self.rate_of, list(self._rates)))
+
+    def rate_of(self, link: int) -> float:
+        """Return what a link carries, bytes per second; 0 if that is not known. Any thread may."""
+        return max(self._rates.get(link, ()), default=0.0)
 
     def ended(self, now: float) -> None:
         """Record that an all-reduce of `MEASURED_BYTES` or more has ended well, at `now`."""
@@ -169,7 +173,7 @@ class FlowControl:
             if stats.measured:  # a link that waits says nothing about what it can carry
                 self._rates[link].append(stats.measured / elapsed)
                 self._trips_s[link].append(stats.min_rtt_s)
-            carried = max(self._rates[link], default=0.0)
+            carried = self.rate_of(link)
             carried *= FAR_ROUND_TRIPS if link in self._far_s else 1
             if link in self._wanted:  # no more than that: a result also waits for other ranks
                 self._wanted[link] = self._window(link, carried * self._far_s[link])

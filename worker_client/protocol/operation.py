@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reducer.errors import MismatchError, ReductionError
-from reducer.wire.constants import PLACES
+from reducer.wire.constants import PLACES, DType, ReduceOp
 from worker_client.protocol import _flight
 from worker_client.work import Work
 
@@ -263,6 +263,12 @@ class Names:
             got=got,
             sequence=error.sequence,
         )
+
+
+def refusing(call: _flight.Call | None, why: ReductionError, timeout_s: float) -> Operation:
+    """Return what uses up the number of a call that this rank cannot make, of no bytes."""
+    nothing = memoryview(b"")
+    return Operation(nothing, DType.UINT8, ReduceOp.SUM, None, timeout_s, call=call, refusal=why)
 
 
 def refused(rank: int, why: object) -> MismatchError:

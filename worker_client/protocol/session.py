@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from worker_client.protocol.spec import JobSpec
 
 LOOK_S = 0.05  # how often to look for what is seldom due
+LATEST_LOOK_S = 1.0  # after the one before, or this process has not run
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Session:
         handed_over: all calls are brought to their end by other means.
         looks_at: when `tick` is due, if no deadline is earlier, in seconds of the caller's clock.
         plan: how buffers are cut.
+        waited_for_s: by rank: how long the others have waited for it while it was the straggler.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Session:
         self.failover = Failover(context, self.calls)
         self._lost_rank_tracker = LostRankTracker(context, self.calls.active)
         self.handed_over = False
+        self.waited_for_s: dict[int, float] = {}
         self.looks_at = self._now = 0.0  # (`_now`: when it last looked)
 
     # -- what the client asks -----------------------------------------------------------------
@@ -112,6 +115,15 @@ class Session:
     def straggler(self) -> Straggler | None:
         """The rank that the others wait for again and again; any thread may ask."""
         return worst([link.straggler for link in self.links if link.member])
+
+    @property
+    def network_links(self) -> list[Link]:
+        """All links but those to the reducer of this process."""
+        return [link for link in self.links if link.address not in self.spec.inproc]
+
+    def rate_of(self, link: Link) -> float:
+        """Return what a link carries, bytes per second; 0 if that is not known. Any thread may."""
+        return self._context.flow.rate_of(link.index)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -314,6 +326,7 @@ class Session:
         """Do what is due at `now`, in seconds of the same clock as for `submit`."""
         actions = self.calls.expire(now)
         if now >= self.looks_at:
+            self._note_straggler(min(now - self._now, LATEST_LOOK_S))
             self._now, self.looks_at = now, now + LOOK_S
             actions += self._look_around(now)
         recovers = self._context.phase is not Phase.STEADY
@@ -334,6 +347,11 @@ class Session:
             if self.links[index].member:
                 actions.append(Send(index, ask, None))
         return actions
+
+    def _note_straggler(self, elapsed_s: float) -> None:
+        if (late := self.straggler) is not None:
+            waited_s = self.waited_for_s.get(late.rank, 0.0) + late.share * elapsed_s
+            self.waited_for_s[late.rank] = waited_s
 
     def _recover(self, now: float) -> list[Action]:
         """Do what reducers leave to do that are lost, have come back, or have yet to hear of us."""

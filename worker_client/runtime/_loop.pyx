@@ -44,6 +44,8 @@ from worker_client.protocol._flight cimport (
     MeteredCall,
     OperationState,
     all_reduce,
+    durations_add,
+    now_ns,
     operation_t,
 )
 
@@ -509,10 +511,13 @@ cdef class Core:
     cdef list completed(self):
         """Return what has ended well, once; another thread's is open until it is told so."""
         cdef OperationState operation
+        cdef double elapsed_s
         completed = self._flight.completed()
         for operation in completed:
             if operation.c != &operation.own:
                 self.open[operation] = None
+                elapsed_s = now_ns() / 1e9 - operation.c.begun
+                durations_add(&self._flight.c.unowned, <uint64_t>(1e9 * max(0.0, elapsed_s)))
         return completed
 
     def start(self):

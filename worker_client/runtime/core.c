@@ -119,7 +119,7 @@ static bool prepare(struct all_reduce *asked)
     if (asked->owner != NULL)
         return true; /* Python has checked it */
     asked->call = 0; /* others would be taken for Python's */
-    asked->begun = 0;
+    asked->begun = seconds();
     asked->unready = false;
     atomic_store(&asked->state, ALL_REDUCE_PENDING);
     return asked->dtype >= 1 && asked->dtype <= DTYPE_LAST && asked->op >= 1 &&

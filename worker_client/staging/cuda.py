@@ -32,17 +32,29 @@ class CudaDevice:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def follow(self, *tensors: torch.Tensor) -> None:
+        with self.leaving(self.mark(*tensors)):
+            pass
+
+    def mark(self, *tensors: torch.Tensor) -> torch.cuda.Event:
         with self._errors(), torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 raise ConfigError(
                     "an all-reduce cannot become part of a CUDA graph: call it outside of "
                     "torch.cuda.graph()"
                 )
-            self._to_host.wait_stream(torch.cuda.current_stream(self._device))
             for tensor in tensors:
                 # Freed memory is not given away while one of these streams may still use it.
                 tensor.record_stream(self._to_host)
                 tensor.record_stream(self._to_device)
+            made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            made.record(torch.cuda.current_stream(self._device))
+        return made
+
+    @contextmanager
+    def leaving(self, mark: torch.cuda.Event) -> Iterator[None]:
+        with self._errors(), torch.cuda.stream(self._to_host):
+            self._to_host.wait_event(mark)
+            yield
 
     def to_host(self, block: torch.Tensor, source: torch.Tensor) -> CudaCopy:
         return self._copy(self._to_host, block, source)
@@ -89,3 +101,7 @@ class CudaCopy:
     def wait(self) -> None:
         with self._errors():
             self._done.synchronize()
+
+    def done(self) -> bool:
+        with self._errors():
+            return bool(self._done.query())  # type: ignore[no-untyped-call]

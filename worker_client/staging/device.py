@@ -7,7 +7,7 @@ nobody waits. `worker_client.staging.cuda` has the one there is so far.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,6 +28,9 @@ class Copy(Protocol):
         Raises:
             DeviceError: the device failed.
         """
+
+    def done(self) -> bool:
+        """Whether it has been made; raises as `wait`."""
 
 
 class Device(Protocol):
@@ -51,6 +54,15 @@ class Device(Protocol):
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
         """Ask for a copy to the device, from page-locked memory or from the device itself."""
+
+    def mark(self, *tensors: torch.Tensor) -> Any:
+        """Return what stands for all that this thread's current stream has to do so far.
+
+        Takes what `follow` takes, and raises as it does.
+        """
+
+    def leaving(self, mark: Any) -> AbstractContextManager[object]:
+        """Make the stream of copies to the host this thread's current one, behind a mark."""
 
     def returning(self) -> AbstractContextManager[object]:
         """Make the stream of copies to the device this thread's current one."""

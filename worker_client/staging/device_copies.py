@@ -158,6 +158,11 @@ class DeviceStaging:
         """Whether the caller is in a callback of a call that has ended here."""
         return any(thread.is_current for thread in self._threads)
 
+    def device(self, of: torch.device) -> Device:
+        """Return a device that it copies from and to."""
+        opened, _ = self._open(of)
+        return opened
+
     def all_reduce(self, whole: Operation, flat: Flat) -> None:
         """Start an all-reduce of a tensor on a device; it ends when the result is there.
 

@@ -32,6 +32,16 @@ def cut(nbytes: int, *, rounded: bool) -> list[tuple[int, int]]:
     return [(at, min(at + step, nbytes)) for at in range(0, max(1, nbytes), step)]
 
 
+def part_bytes(nbytes: int, ranks: int, *, rounded: bool) -> int:
+    """Return the size of the equal parts that ranks of a node have of a buffer, in bytes.
+
+    All parts together may be larger than the buffer: the last ones are smaller, or empty. What is
+    rounded in blocks has the same ones, however it is cut.
+    """
+    alignment = _BLOCKS if rounded else _ALIGNMENT
+    return -(-nbytes // (ranks * alignment)) * alignment
+
+
 def submit_pieces(
     whole: Operation,
     pieces: Sequence[Operation],

@@ -147,7 +147,10 @@ class ReductionGroup(ProcessGroup):
 
         ranks = tuple(options.global_ranks_in_group or range(size))
 
-        def make_private(timeout_s: float, all_of: Sequence[Sequence[int]]) -> ProcessGroup:
+        def make_private(
+            timeout_s: float, all_of: Sequence[Sequence[int]], *, backend: str = "gloo"
+        ) -> ProcessGroup:
+            assert backend == "gloo", "it has said that it makes no others"
             mine = next(some for some in all_of if ranks[rank] in some)
             apart = PrefixStore(f"reduction/private/{next(number)}/{mine[0]}", store)
             place = mine.index(ranks[rank]), len(mine)

@@ -14,13 +14,18 @@ const WINDOW_S = 10; // over which waits are looked at
 const MOST_LOOKS = 30; // in that time, whatever a reducer says of it
 const LEVELS = [0.02, 0.1, 0.25]; // of the time, from which on a rank has another colour
 const MOST_CELLS = 128; // of a job; each stands for several ranks if there are more
+const STRIP_CELLS = 120; // of a rank, over the last ten minutes
+const MOST_STRIPS = 16; // of a job
+const WORSE = " .lsLSa"; // letters of cells, each worse than the one before
 const SHOWN_JOBS = 12;
 const SHOWN_EVENTS = 25;
 const SAME_EVENT_S = 3; // several threads or reducers that say the same at once
+const MEASURED = /for \d+% of the time, .+ each: /; // by each of them for itself
 const NO_REDUCER = "answers, but not as a reducer does";
 const SVG = "http://www.w3.org/2000/svg";
 const MAX_RANKS = 65536;
 const LAST_S = 1e11; // of Unix time, that a date can be made of
+const MOVED = ["bytes_in", "bytes_out", "all_reduces"]; // by a job
 
 // -- what is known ---------------------------------------------------------------------------
 
@@ -109,6 +114,9 @@ function isJob(job) {
     typeof job.ranks_absent === "string" && Array.isArray(job.costliest_ranks) &&
     job.costliest_ranks.every((one) => areNumbers(one, ["rank", "late_s", "slow_s"])) &&
     (!job.straggler || areNumbers(job.straggler, ["rank", "share", "median_s"])) &&
+    (!job.traffic || areNumbers(job.traffic, MOVED)) &&
+    (!job.lately || areNumbers(job.lately, [...MOVED, "seconds", "median_s", "p99_s"])) &&
+    Object.values(job.hosts ?? {}).every((said) => typeof said === "string") &&
     areNumbers(job, ["generation", "world_size", "present", "reserved", "held", "rounds"]) &&
     job.world_size <= MAX_RANKS;
 }
@@ -130,7 +138,10 @@ function checkedHistory(told) {
     Array.isArray(told.samples) && Array.isArray(told.events) &&
     told.samples.every((one) => areNumbers(one, ["uptime_s", "bytes_in", "bytes_out"])) &&
     told.events.every((one) => areNumbers(one, ["at"]) && Math.abs(one.at) < LAST_S &&
-      typeof one.text === "string");
+      typeof one.text === "string") &&
+    (told.strips ?? []).every((job) => job && Array.isArray(job.ranks) && job.ranks.every((one) =>
+      areNumbers(one, ["rank", "waited_s"]) && typeof one.cells === "string" &&
+      one.cells.length <= STRIP_CELLS));
   if (!isRight) {
     throw new Unreadable(NO_REDUCER);
   }
@@ -242,6 +253,17 @@ function waits(reducer, job) {
   return shares;
 }
 
+/** What a job moves per second at one reducer: in the last seconds, or what it says of a minute. */
+function jobRates(reducer, job) {
+  const [then, now] = [reducer.looks[0], reducer.looks.at(-1)];
+  const was = then.jobs.find((one) => one.name === job.name && one.generation === job.generation);
+  const seconds = now.uptime_s - then.uptime_s;
+  if (job.traffic && was?.traffic && seconds >= 1) {
+    return MOVED.map((name) => Math.max(0, job.traffic[name] - was.traffic[name]) / seconds);
+  }
+  return job.lately?.seconds > 0 ? MOVED.map((name) => job.lately[name] / job.lately.seconds) : null;
+}
+
 /** Join what reducers say of the same jobs; those with something amiss come first. */
 function jobsOf(those) {
   const live = those.filter((one) => one.status && !one.silent);
@@ -253,8 +275,11 @@ function jobsOf(those) {
       if (known && known.isPast !== isPast) {
         continue; // those that answer know better
       }
-      const its = known ?? { key, isPast, told: [], shares: new Map() };
+      const its = known ?? { key, isPast, told: [], shares: new Map(), rates: [], strips: [] };
       its.told.push(job);
+      its.rates.push(isPast ? null : jobRates(reducer, job));
+      its.strips.push(...(reducer.history?.strips ?? []).filter((one) =>
+        one.name === job.name && one.generation === job.generation));
       for (const [rank, share] of isPast ? [] : waits(reducer, job)) {
         its.shares.set(rank, Math.max(share, its.shares.get(rank) ?? 0));
       }
@@ -282,6 +307,8 @@ function joined(job) {
   const red = [...shares].filter(([rank, share]) => share >= LEVELS.at(-1) && rank !== straggler?.rank)
     .sort((a, b) => b[1] - a[1]);
   const absent = told.flatMap((one) => ranges(one.ranks_absent));
+  const rates = job.rates.filter((one) => one);
+  const lately = told.map((one) => one.lately).filter((one) => one);
   const isSlow = straggler !== null || red.length > 0;
   const amiss = job.isPast ? 0 : Number(isSlow) + 2 * Number(absent.length > 0);
   const sum = (name) => told.reduce((total, one) => total + one[name], 0);
@@ -300,7 +327,42 @@ function joined(job) {
     held: sum("held"),
     reserved: sum("reserved"),
     rounds: Math.max(...told.map((one) => one.rounds)),
+    rates: rates.length && {
+      in: rates.reduce((total, [bytes]) => total + bytes, 0),
+      out: rates.reduce((total, [, bytes]) => total + bytes, 0),
+      allReduces: Math.max(...rates.map(([, , number]) => number)), // every reducer has its part
+    },
+    medianS: Math.max(0, ...lately.map((one) => one.median_s)),
+    p99S: Math.max(0, ...lately.map((one) => one.p99_s)),
+    hosts: told.flatMap((one) => Object.entries(one.hosts ?? {}))
+      .map(([host, said]) => [host, ranges(said)]),
+    strips: joinedStrips(job.strips, first.world_size),
   };
+}
+
+/** Join strips that reducers have of the ranks of one job: the worst that one of them has seen. */
+function joinedStrips(told, size) {
+  const found = new Map();
+  for (const one of told.flatMap((job) => job.ranks)) {
+    const cells = one.cells.padStart(STRIP_CELLS);
+    const known = found.get(one.rank) ?? { rank: one.rank, cells, waitedS: 0 };
+    known.waitedS = Math.max(known.waitedS, one.waited_s);
+    known.cells = [...known.cells].map((letter, at) =>
+      (WORSE.indexOf(letter) > WORSE.indexOf(cells[at]) ? letter : cells[at])).join("");
+    found.set(one.rank, known);
+  }
+  const strips = [...found.values()].filter((one) => one.cells.trim() && one.rank < size);
+  strips.sort((a, b) => b.waitedS - a.waitedS);
+  return strips.slice(0, MOST_STRIPS).sort((a, b) => a.rank - b.rank);
+}
+
+function hostOf(job, rank) {
+  return (job.hosts.find(([, its]) => within(its, rank, rank)) ?? [""])[0];
+}
+
+function rankAt(job, rank) {
+  const host = hostOf(job, rank);
+  return host ? `rank ${rank} on ${host}` : `rank ${rank}`;
 }
 
 /** Return a duration in two digits, as a reducer's log has it. */
@@ -312,12 +374,14 @@ function about(seconds) {
   return `about ${value.toFixed(Number(value < 0.995) + Number(value < 9.95))} ${unit}`;
 }
 
-function stragglerSentence({ straggler }) {
+function stragglerSentence(job) {
+  const { straggler } = job;
   const { rank, share, median_s: medianS } = straggler;
   const how = straggler.cause === "late"
     ? `its contributions come late, ${about(medianS)} each time`
     : `its link is slow, and its contributions take ${about(medianS)} longer`;
-  return `Rank ${rank} keeps the others waiting ${percent(share)} of the time: ${how}.`;
+  const who = rankAt(job, rank).replace("rank", "Rank");
+  return `${who} keeps the others waiting ${percent(share)} of the time: ${how}.`;
 }
 
 /** Say of ranks whose squares are red what is known, and no more: they may take turns by chance. */
@@ -348,7 +412,7 @@ function cells(job) {
     const straggler = job.straggler ? job.straggler.rank : -1;
     const isStraggler = first <= straggler && straggler <= last;
     const level = LEVELS.filter((least) => share >= least).length;
-    const name = first === last ? `rank ${first}` : `ranks ${first} to ${last}`;
+    const name = first === last ? rankAt(job, first) : `ranks ${first} to ${last}`;
     const waited = `waited for ${level === 0 ? "under 2 %" : percent(share)} of the time`;
     const of = isAbsent ? (first === last ? "absent" : "some absent") : waited;
     found.push({
@@ -358,6 +422,87 @@ function cells(job) {
     });
   }
   return { each, found };
+}
+
+/** How fast a job is: what it moves per second, and how long its all-reduces take. */
+function figures({ rates, medianS, p99S }) {
+  if (!rates) {
+    return null;
+  }
+  const bold = (text) => make("b", { text });
+  return make("p", { look: "figures" }, [
+    make("span", { look: "rate" }, ["in ", bold(`${size(rates.in)}/s`)]),
+    make("span", { look: "rate out" }, ["out ", bold(`${size(rates.out)}/s`)]),
+    make("span", {}, [bold(Number(rates.allReduces.toPrecision(3)).toLocaleString("en")),
+      " all-reduces/s"]),
+    medianS > 0 && make("span", { title: "From the first contribution to the result, in the " +
+      "last minute: in the median, and the longest of all but one in a hundred" }, [
+      "one takes ", bold(took(medianS)), ", 1 of 100 over ", bold(took(p99S)),
+    ]),
+  ]);
+}
+
+function took(seconds) {
+  const [value, unit] = seconds < 9.95e-4 ? [1e6 * seconds, "µs"]
+    : seconds < 0.995 ? [1e3 * seconds, "ms"] : [seconds, "s"];
+  return `${Number(value.toPrecision(2))} ${unit}`;
+}
+
+const KINDS = { ".": "well", l: "late", L: "late much", s: "slow", S: "slow much", a: "absent" };
+
+/** Draw what a rank did: runs of equal cells; the taller, the worse, and a line for an absent one. */
+function stripOf(job, { rank, cells, waitedS }) {
+  const heights = { well: 3, late: 12, slow: 8, absent: 1.5 };
+  const known = cells.trim().length * SPAN_S / STRIP_CELLS;
+  const share = Math.min(1, waitedS / known);
+  const inCells = (letters) => [...cells].filter((one) => letters.includes(one)).length;
+  const said = [["late", "lL"], ["slow", "sS"], ["absent", "a"]]
+    .map(([kind, letters]) => [kind, inCells(letters)]).filter(([, number]) => number)
+    .map(([kind, number]) => `${kind} in ${number}`);
+  const label = `${rankAt(job, rank)}, ${count(cells.trim().length, "cell", "cells")} of 5 s: ` +
+    `${said.length ? said.join(", ") : "neither late, slow nor absent"}; ` +
+    `waited for ${percent(share)} of the time`;
+  const svg = draw("svg", {
+    class: "strip", viewBox: `0 0 ${STRIP_CELLS} 12`, preserveAspectRatio: "none", role: "img",
+    "aria-label": label,
+  });
+  const title = draw("title", {});
+  title.textContent = label;
+  svg.append(title);
+  for (const run of cells.matchAll(/([.lLsSa])\1*/g)) {
+    const look = KINDS[run[1]];
+    const height = heights[look.split(" ")[0]];
+    const y = look === "absent" ? 6 - height / 2 : 12 - height;
+    const place = { x: run.index, y, width: run[0].length, height };
+    svg.append(draw("rect", { class: look, ...place }));
+  }
+  return [
+    make("span", { look: "who", title: rankAt(job, rank) }, [
+      `rank ${rank}`, hostOf(job, rank) && make("bdi", { text: hostOf(job, rank) }),
+    ]),
+    svg,
+    make("span", { look: "share", text: share >= LEVELS[0] ? percent(share) : "" }),
+  ];
+}
+
+function stripsOf(job) {
+  if (!job.strips.length) {
+    return null;
+  }
+  const rest = job.ranks - job.strips.length;
+  return make("figure", { look: `strips${job.isPast ? " past" : ""}` }, [
+    ...job.strips.flatMap((one) => stripOf(job, one)),
+    make("div", { look: "axis" }, [ago(SPAN_S), job.isPast ? "last heard" : "now"]
+      .map((text) => make("span", { text }))),
+    rest > 0 && make("figcaption", {
+      text: `The others waited for none of the ${count(rest, "other rank", "other ranks")} as long.`,
+    }),
+  ]);
+}
+
+/** Return when it was so many seconds ago, in words and by the clock. */
+function ago(seconds) {
+  return `${duration(seconds)} before, ${clock(Date.now() / 1000 - seconds).slice(-8, -3)}`;
 }
 
 function jobCard(job, following) {
@@ -376,6 +521,7 @@ function jobCard(job, following) {
   return make("article", { look: "job" }, [
     name,
     make("p", { look: "facts", text: line(facts) }),
+    figures(job),
     job.isPast && make("p", {
       look: "finding bad",
       text: "As last heard: no reducer that has it answers.",
@@ -394,6 +540,7 @@ function jobCard(job, following) {
       look: "quiet",
       text: `Waited for in the last ${WINDOW_S} s, of the time: ${costly.join(", ")}.`,
     }),
+    stripsOf(job),
   ]);
 }
 
@@ -485,7 +632,7 @@ function chart(reducer, top) {
     ]),
     svg,
     make("div", { look: "axis" }, [
-      "10 min before", `top: ${size(top)}/s`, reducer.silent ? "last heard" : "now",
+      ago(SPAN_S), `top: ${size(top)}/s`, reducer.silent ? "last heard" : "now",
     ].map((text) => make("span", { text }))),
   ]);
 }
@@ -539,6 +686,7 @@ function reducerCard(reducer, topRate) {
   const hanging = status.lanes.filter((lane) => !lane.answers).map((lane) => `port ${lane.port}`);
   const bad = troubles(status.counters);
   const facts = [
+    status.host ? `on ${status.host}` : "",
     `for workers ${status.address}`,
     count(status.lanes.length, "thread", "threads"),
     count(Math.max(0, ...status.lanes.map((lane) => lane.members)), "rank", "ranks"),
@@ -579,8 +727,9 @@ function eventsOf(those) {
   all.reverse().sort((a, b) => b.at - a.at);
   const found = [];
   for (const event of all) {
-    const same = found.slice(-32)
-      .find((one) => one.text === event.text && one.at - event.at < SAME_EVENT_S);
+    const text = event.text.replace(MEASURED, "");
+    const same = found.slice(-32).find((one) =>
+      one.text.replace(MEASURED, "") === text && one.at - event.at < SAME_EVENT_S);
     if (same) {
       same.from.add(event.from);
     } else {
@@ -662,6 +811,7 @@ function showJobs(those, jobs) {
   const [shown, rest] = [jobs.slice(0, SHOWN_JOBS), jobs.slice(SHOWN_JOBS)];
   put(part("jobs"), shown.length ? shown.map(card) : [make("p", { look: "empty" }, empty)]);
   part("legend").hidden = jobs.length === 0;
+  part("strip-legend").hidden = !jobs.some((job) => job.strips.length);
   const more = part("more-jobs");
   more.hidden = rest.length === 0;
   say(more.querySelector("summary"), count(rest.length, "more job", "more jobs"));

@@ -10,7 +10,7 @@ from tests.ranks import ROOT
 pytest.importorskip("torch", reason="needs torch")
 
 
-@pytest.mark.extended("tests/integration/test_hierarchy_ddp.py")
+@pytest.mark.extended("tests/integration/test_nodes_ddp.py")
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("namespaces")
 def test_a_nodes_card_carries_each_buffer_once():
