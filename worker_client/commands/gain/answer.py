@@ -42,6 +42,8 @@ class Answer:
             f"({how}; a reducer's {network.reducer_rate / 1e6:,.4g} MB/s), round trips of "
             f"{_time(network.round_trip_s)}"
         )
+        if self.job.ranks > self.job.nodes:
+            yield "reducers sum what each machine's ranks have summed (REDUCTION_HIERARCHY=auto)"
         if self.now_s is not None:
             yield f"as the script is now a step takes {_time(self.now_s)}"
 

@@ -82,7 +82,7 @@ def cast_s() -> dict[str, float]:
     return found
 
 
-def call_s() -> float:
+def call_s(group: dist.ProcessGroup) -> float:
     """Return the seconds that each of many all-reduces in flight takes a client like `attach`'s.
 
     All ranks call it.
@@ -96,7 +96,7 @@ def call_s() -> float:
 
     with connect(**({"job": f"{job}/gain"} if job else {})) as client:
         seconds = _median_s(all_at_once) / CALLS
-        dist.barrier()  # a rank that hosts a reducer leaves when all have their last result
+        dist.barrier(group)  # a rank that hosts a reducer leaves when all have their last result
     return seconds
 
 

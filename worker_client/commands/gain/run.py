@@ -204,10 +204,10 @@ def _answer(measured: Measured, asked: AskedGain, resolved: Resolved) -> Answer 
 
     from worker_client.commands.gain import links  # noqa: PLC0415 (loads torch)
 
-    costs = Costs(links.cast_s(), links.outer_s(), links.call_s())
+    group = dist.new_group(backend="gloo")  # whatever the script's is
+    costs = Costs(links.cast_s(), links.outer_s(), links.call_s(group))
     ranks, local = dist.get_world_size(), resolved.local_world_size or 1
     nodes = asked.workers or ranks // local
-    group = dist.new_group(backend="gloo")
     measured, costs = slowest(measured, costs, group)
     network = _network(asked) if asked.gbps else _measured_network(group)
     if dist.get_rank() > 0:
