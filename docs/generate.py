@@ -310,6 +310,35 @@ An all-reduce of 1 GB, all cards alike. Times in ms; in brackets how much faster
 
 {jobs}
 
+## What your training gains
+
+`reducer plan` knows links. This knows your script as well:
+
+    worker-client doctor --gain --workers 4 --gbps 1 --reducers 2,4 -- train.py --its arguments
+
+After 3 steps of warm-up it has the script make 10 (`--steps`) with nothing exchanged. They show how
+long a step computes, and when DDP hands over its buckets. It prints what a step would take with
+Gloo, with reducers of the ranks' own and of a pool, in 16 and 8 bits, and with DiLoCo every 50
+steps (`--every`), and one sentence that says what to take. Then the script ends: its weights are
+good for nothing. Started at every rank, on the machines that are to train, it needs neither
+`--workers` nor `--gbps`: it measures the links between ranks, and to the reducers of
+`REDUCTION_SERVERS`, and says beside the prediction what a step takes as the script is.
+
+    torchrun --nnodes 4 --node-rank $NODE --nproc-per-node 1 --master-addr node-0 \\
+        --master-port 29500 --no-python worker-client doctor --gain -- train.py
+
+A run that was recorded does as well, with `--gbps`: a rank's timeline (`REDUCTION_TIMELINE`,
+[observing](observing.md#a-timeline)) or a trace of `torch.profiler.profile(record_shapes=True)` of
+DDP over Gloo:
+
+    worker-client doctor --gain --gbps 1 --trace timelines/JOB-rank0.json
+
+`--json` prints all of it for programs. A script wraps one model, and counts as samples the rows of
+its first tensor. Buckets stay as the script makes them. What the model leaves out: processors but
+for casts, copies from and to devices, other jobs on the links, and what rounding and DiLoCo do to a
+training ([slow links](slow-links.md)). `python -m bench.gain` holds it against the lab
+([errors](performance.md#predictions-of-a-training)).
+
 ## Memory and cores
 
 A reducer holds a window of each rank at most (`REDUCTION_WINDOW_BYTES`), and refuses a job at its
