@@ -337,7 +337,7 @@ DDP over Gloo:
 its first tensor. Buckets stay as the script makes them. What the model leaves out: processors but
 for casts, copies from and to devices, other jobs on the links, and what rounding and DiLoCo do to a
 training ([slow links](slow-links.md)). `python -m bench.gain` holds it against the lab
-([errors](performance.md#predictions-of-a-training)).
+([errors](../bench/notebook.md)).
 
 ## Memory and cores
 

@@ -94,7 +94,7 @@ def call_s(group: dist.ProcessGroup) -> float:
         for work in [client.all_reduce(row, "sum") for row in data]:
             work.wait()
 
-    with connect(**({"job": f"{job}/gain"} if job else {})) as client:
+    with connect(job=f"{job}/gain") if job else connect() as client:
         seconds = _median_s(all_at_once) / CALLS
         dist.barrier(group)  # a rank that hosts a reducer leaves when all have their last result
     return seconds
