@@ -425,7 +425,8 @@ def readme() -> list[str]:
         "no other network was measured. A pool adds network cards of its own: workers are equally "
         "many, cards are not. Training a ResNet-50-sized model with 4 workers and 4 reducers at "
         f"1 Gbit/s gains {speed(trained['gloo'], spread=False)} in samples/s. "
-        "[Performance](docs/performance.md) has more. For yours: `worker-client doctor --gain -- train.py`."
+        "[Performance](docs/performance.md) has more. For yours: "
+        "`worker-client doctor --gain -- train.py`."
     )
     heads = ["you have", "you set", "measured here", "read"]
     return [*table(heads, rows), "", *textwrap.wrap(text, 100, break_on_hyphens=False)]
