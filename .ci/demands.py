@@ -122,7 +122,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/commands/demo/*", (f"{JOBS}demo.py",)),
     (
         _modules(
-            "accelerate collectives ddp fsdp jax keras lightning local_sgd packing "
+            "accelerate collectives ddp fsdp jax keras lightning local_sgd mlx packing "
             "tensorflow torchft"
         ),
         (FRAMEWORKS,),
@@ -149,7 +149,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reducer/errors.py reducer/pool.py", (DOCS,)),
     (
         _modules(
-            "accelerate client collectives ddp elastic fsdp jax keras lightning local_sgd "
+            "accelerate client collectives ddp elastic fsdp jax keras lightning local_sgd mlx "
             "tensorflow torchft work"
         ),
         (DOCS,),

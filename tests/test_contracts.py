@@ -27,7 +27,7 @@ CLIENT_FLOORS = {
     "_loop": {"protocol", "runtime", "work"},
 }
 FRAMEWORKS = {"torch", "lightning", "accelerate", "transformers", "deepspeed"}
-FRAMEWORKS |= {"tensorflow", "keras", "jax"}
+FRAMEWORKS |= {"tensorflow", "keras", "jax", "mlx"}
 HEAVY = FRAMEWORKS | {"zmq", "numpy", "pydantic", "typer", "rich", "structlog"}
 COMPILED = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.p[yx][xd]"))
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 # Modules of cases, and what they need.
 MODULES = {
     "tests.frameworks.jax_cases": ("jax",),
+    "tests.frameworks.mlx_cases": ("mlx", "ml_dtypes"),
     "tests.frameworks.tensorflow_cases": ("tensorflow",),
     "tests.frameworks.keras_cases": ("tensorflow", "keras"),
     "tests.frameworks.fsdp_cases": ("torch",),

@@ -24,11 +24,12 @@ EXAMPLES = {
     "deepspeed": ("deepspeed_digits.py --zero 0", ("torch", "deepspeed"), DEEPSPEED),
     "deepspeed_3": ("deepspeed_digits.py --zero 3", ("torch", "deepspeed"), DEEPSPEED),
     "jax": ("jax_digits.py", ("jax",), {}),
+    "mlx": ("mlx_digits.py", ("mlx",), {}),
     "keras": ("keras_digits.py", ("keras",), {}),
     "tensorflow": ("tensorflow_digits.py", ("tensorflow",), {}),
 }
 # How many ports a framework's own runtime is told of, behind `--stock`.
-PORTS = {"jax": 1, "tensorflow": 2}
+PORTS = {"jax": 1, "mlx": 2, "tensorflow": 2}
 
 
 def need(*packages):

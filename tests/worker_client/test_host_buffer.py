@@ -138,7 +138,7 @@ SWAPPED = np.dtype(np.float32).newbyteorder()
         (READ_ONLY, np.broadcast_to(np.ones(1), (3,))),
         (READ_ONLY, np.broadcast_arrays(np.ones(1), np.ones(3))[0]),  # it only warns
         (r"byte order.*use array\.astype", np.ones(3, SWAPPED)),
-        (r"on meta.*use tensor\.cpu\(\)", torch.ones(3, device="meta")),
+        (r"on meta.*no elements: use to_empty\(\)", torch.ones(3, device="meta")),
         ("share memory", torch.ones(1).expand(3)),
         (r"sparse.*to_dense\(\), or sparse=False", torch.eye(3).to_sparse()),
         *(
@@ -151,6 +151,14 @@ SWAPPED = np.dtype(np.float32).newbyteorder()
 def test_what_cannot_be_reduced_in_place(why, refused):
     with pytest.raises(ConfigError, match=why):
         host_buffer(refused)
+
+
+def test_a_negative_view_is_refused_where_copies_may_not_know_of_it(monkeypatch):
+    monkeypatch.setattr("worker_client.staging.host_buffer._FLAT", ())
+    view = torch.ones(4, dtype=torch.complex64).conj().imag
+    with pytest.raises(ConfigError, match=r"use tensor\.resolve_neg\(\)"):
+        host_buffer(view)
+    assert double(view.resolve_neg()) is False
 
 
 def test_a_list_is_refused_without_torch(monkeypatch):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.messages import Straggler
     from worker_client.client.membership_change import MembershipChange, Resources
-    from worker_client.communicators.communicator import Communicator, Counters, Traffic
+    from worker_client.communicators.communicator import Communicator, Counters, LinkTraffic
     from worker_client.communicators.elastic import Change
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
@@ -163,7 +163,7 @@ class Client:
         return mine if named is None else mine.plus(named.counters)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         """What this client's links have carried so far, and whom the ranks waited for."""
         return self._ordered.traffic.plus(self._fusion.traffic)
 
@@ -263,7 +263,7 @@ class Client:
                 and the result written to, its own memory. A tensor on a CUDA device is copied to
                 the host and back, as soon as this thread's current stream is done with what it has
                 been given so far; every rank must then pass one on a device. With a name, this
-                call waits for the copy.
+                call waits for the copy, as it always does for one of any other device.
             op: ``"sum"``, ``"mean"`` (floating types only), ``"min"``, ``"max"`` or ``"product"``.
             name: the same at every rank, and of one call at a time. The n-th calls of a name belong
                 together, also after one that failed.

@@ -25,7 +25,6 @@ from worker_client.fusion.tensor_queue import in_progress
 from worker_client.horovod.objects import as_bytes, decode, dense_copy, encode
 from worker_client.horovod.ops import LINEAR, Handle, Op, choose, divides, on_the_wire, scale_
 from worker_client.staging.arguments import parse_op
-from worker_client.staging.host_buffer import DEVICES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -247,9 +246,9 @@ def start_broadcast(client: Client, tensor: torch.Tensor, root: int, wire: str) 
 
 
 def check_device(tensor: torch.Tensor) -> None:
-    """Refuse a tensor that cannot be broadcast: it is neither on the CPU nor on a CUDA device."""
-    if tensor.device.type not in DEVICES:
-        raise ConfigError(f"a tensor on {tensor.device} cannot be broadcast: use tensor.cpu()")
+    """Refuse a tensor that cannot be broadcast: it has no elements."""
+    if tensor.is_meta:
+        raise ConfigError("a tensor on meta cannot be broadcast: use tensor.to_empty()")
 
 
 def start_allgather(group: Group, tensor: torch.Tensor, name: str | None) -> Handle:

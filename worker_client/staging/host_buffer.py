@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import sys
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from reducer.errors import ConfigError
+from reducer.errors import ConfigError, DeviceError
 from reducer.wire.constants import DType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
 
-STAGED = ("cuda",)  # torch's types of devices whose tensors are copied to host memory first
-DEVICES = ("cpu", *STAGED)
+STAGED = ("cuda",)  # torch's types of devices whose tensors are copied while nobody waits
+_FLAT = ("cpu", *STAGED)  # those whose memory is bytes, one after another
 # By name, so that ml_dtypes' bfloat16 and torch's dtypes need no import here. No array has blocks.
 DTYPES: dict[str, DType] = {dtype.name.lower(): dtype for dtype in DType if not dtype.is_block}
 _NATIVE = {np.dtype(name): dtype for name, dtype in DTYPES.items() if name != "bfloat16"}
 
 # Of any length: a type for each would be made again and again.
 _MEMORY = ctypes.c_char * sys.maxsize
+
+log = logging.getLogger(__name__)
 
 
 class HostBuffer(NamedTuple):
@@ -48,10 +52,12 @@ def is_on_device(data: Any) -> bool:
 def host_buffer(data: Any) -> HostBuffer:
     """Give access to the bytes of a NumPy array or a torch tensor.
 
-    A contiguous one is used in place. Of one that is not, a copy is reduced and written back.
+    A contiguous one in host memory is used in place. Of any other, a copy is reduced and written
+    back.
 
     Raises:
         ConfigError: the type, dtype or device is not supported, or the array is read-only.
+        DeviceError: the tensor's device failed.
     """
     if isinstance(data, np.ndarray):
         array = data if type(data) is np.ndarray else _plain(data)
@@ -129,10 +135,23 @@ class Flat(NamedTuple):
 def flatten(tensor: torch.Tensor) -> Flat:
     """Give access to the bytes of a dense tensor, in place if it is contiguous.
 
+    Args:
+        tensor: on the CPU, or on a device of `STAGED`.
+
     Raises:
-        ConfigError: the tensor is sparse, on a device that is not served, of a dtype that cannot be
-            reduced, or of a class that has no memory of its own.
+        ConfigError: the tensor is sparse, of a dtype that cannot be reduced, or of a class that has
+            no memory of its own.
     """
+    target, dtype = _dense(tensor)
+    if target.is_contiguous() and not target.is_neg():
+        return Flat(_bytes(target), dtype, target, None)
+    _check_apart(target)
+    copy = target.resolve_neg().contiguous()
+    return Flat(_bytes(copy), dtype, target, copy)
+
+
+def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, DType]:
+    """Return a tensor apart from autograd, and its element type, if it can be reduced."""
     import torch  # noqa: PLC0415 (a caller with a tensor has loaded it)
 
     if tensor.layout is not torch.strided:
@@ -140,15 +159,10 @@ def flatten(tensor: torch.Tensor) -> Flat:
             "a sparse tensor cannot be reduced: use tensor.to_dense(), or sparse=False in the "
             "embedding"
         )
-    if tensor.device.type not in DEVICES:
-        raise ConfigError(
-            f"the tensor is on {tensor.device}, this version reduces tensors on the CPU and on "
-            "CUDA devices: use tensor.cpu() and copy the result back"
-        )
-    dtype = find_dtype(str(tensor.dtype).removeprefix("torch."))
-    target = tensor.detach()
-    if target.is_contiguous() and not target.is_neg():
-        return Flat(_bytes(target), dtype, target, None)
+    return tensor.detach(), find_dtype(str(tensor.dtype).removeprefix("torch."))
+
+
+def _check_apart(target: torch.Tensor) -> None:
     if any(
         stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)
     ):
@@ -156,8 +170,6 @@ def flatten(tensor: torch.Tensor) -> Flat:
             "elements of the tensor share memory (it was expanded), and the result would overwrite "
             "them all: use tensor.clone()"
         )
-    copy = target.resolve_neg().contiguous()
-    return Flat(_bytes(copy), dtype, target, copy)
 
 
 def _shared(data: torch.Tensor) -> memoryview:
@@ -176,8 +188,11 @@ def _of_tensor(tensor: torch.Tensor) -> HostBuffer:
     Of a tensor on a device it is a copy, for which this waits, as writing it back does.
 
     Raises:
-        ConfigError: as `flatten`.
+        ConfigError: as `flatten`; or the device has no memory.
+        DeviceError: the device failed.
     """
+    if tensor.device.type not in _FLAT:
+        return _through_host(tensor)
     flat = flatten(tensor)
     if flat.data.device.type == "cpu":
         view = _shared(flat.data)
@@ -189,6 +204,50 @@ def _of_tensor(tensor: torch.Tensor) -> HostBuffer:
         flat.write_back()
 
     return HostBuffer(host.numpy().data, flat.dtype, write_back)
+
+
+def _through_host(tensor: torch.Tensor) -> HostBuffer:
+    """Copy a tensor of a device that nothing is known of, by what torch has for every device.
+
+    These copies follow what the calling thread's stream has to do, and are there when they return.
+    Whatever the tensor's memory is to the device, nothing but them reads or writes it.
+    """
+    if tensor.is_meta:
+        raise ConfigError("the tensor is on meta, where tensors have no elements: use to_empty()")
+    target, dtype = _dense(tensor)
+    _check_apart(target)
+    if target.is_neg():  # which copies of a package's devices may not ask
+        raise ConfigError(
+            f"a negative view of a tensor on {tensor.device} cannot be reduced: use "
+            "tensor.resolve_neg()"
+        )
+    _say_what_copies_cost(tensor.device.type)
+    with _errors(tensor.device):
+        host = target.cpu().contiguous()
+
+    def write_back() -> None:
+        with _errors(target.device):
+            target.copy_(host)
+
+    return HostBuffer(_shared(_bytes(host)), dtype, write_back)
+
+
+@cache  # once in a process, whatever clients it has
+def _say_what_copies_cost(kind: str) -> None:
+    log.warning(
+        "tensors on %s are copied to the host before their all-reduce begins, and back when it has "
+        "ended: unlike those of %s, these copies overlap neither each other nor the backward pass",
+        kind,
+        " and ".join(STAGED),
+    )
+
+
+@contextmanager
+def _errors(device: torch.device) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what torch makes of every error of a device
+        raise DeviceError(f"{device} failed: {error}", device=str(device)) from error
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
