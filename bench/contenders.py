@@ -21,6 +21,8 @@ from harness.oracle import Array
 Kind: TypeAlias = Literal["pool", "embedded", "mixed", "gloo", "mpi", "ring"]
 OURS = ("pool", "embedded", "mixed")
 KEY = "bench"  # what a key of ours is bound to
+# Of an all-reduce in Open MPI's component "tuned": number, and bytes of a segment.
+ALGORITHMS = {"ring": (4, 0), "segmented": (5, 1 << 20)}
 JOIN_S = 120.0
 
 
@@ -33,6 +35,7 @@ class Contender:
         reducers: those on hosts of their own.
         wire_dtype: what ours sends float32 as, such as ``bf16``; empty for itself.
         keyed: whether its pool has keys, so that everything is encrypted.
+        algorithm: a key of `ALGORITHMS`, which Open MPI is made to use; empty for what it chooses.
         chunk, window: sizes of ours that are forced, such as ``256KiB``; empty for the rules.
         label: what it is called, with reducers of its own; empty for what it is.
         root: the checkout whose code it is.
@@ -42,6 +45,7 @@ class Contender:
     reducers: int = 0
     wire_dtype: str = ""
     keyed: bool = False
+    algorithm: str = ""
     chunk: str = ""
     window: str = ""
     label: str = ""
@@ -50,7 +54,7 @@ class Contender:
     @property
     def name(self) -> str:
         """A short name, such as ``pool-8``, ``pool-8-bf16-keys``, ``embedded`` or ``gloo``."""
-        forced = (self.chunk, self.window)
+        forced = (self.algorithm, self.chunk, self.window)
         parts = (self.kind, str(self.reducers or ""), self.wire_dtype, "keys" * self.keyed, *forced)
         return self.label or "-".join(part for part in parts if part)
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from bench.contenders import Contender, Place
+from bench.contenders import ALGORITHMS, Contender, Place
 from harness import HarnessError
 from lab import Host, Lab
 
@@ -142,7 +142,8 @@ class Crew:
             Place(host.index, self._size, host.address, hosts[0].address, *shared) for host in hosts
         ]
         if self.contender.kind == "mpi":
-            commands = [(hosts[0], _mpirun(hosts, [*python, json.dumps(asdict(places[0]))]))]
+            program = [*python, json.dumps(asdict(places[0]))]
+            commands = [(hosts[0], _mpirun(hosts, program, self.contender.algorithm))]
         else:
             commands = [
                 (host, [*python, json.dumps(asdict(place))])
@@ -209,8 +210,13 @@ class Crew:
         self._said.close()
 
 
-def _mpirun(hosts: Sequence[Host], program: Sequence[str]) -> list[str]:
+def _mpirun(hosts: Sequence[Host], program: Sequence[str], algorithm: str) -> list[str]:
     settings = dict(SETTINGS)
+    if algorithm:
+        number, segment = ALGORITHMS[algorithm]
+        settings["coll_tuned_use_dynamic_rules"] = "1"
+        settings["coll_tuned_allreduce_algorithm"] = str(number)
+        settings["coll_tuned_allreduce_algorithm_segmentsize"] = str(segment)
     if len({host.address for host in hosts}) > 1:
         settings |= {"plm_rsh_agent": str(AGENT), "oob_tcp_if_include": "eth0"}
         settings |= {"btl_tcp_if_include": "eth0"}

@@ -115,7 +115,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         model=model.value,
         workers=workers,
         reducers=0 if embedded else reducers,
-        compute_s=_seconds(compute),
+        compute_s=seconds(compute),
         gloo_caps_mb=tuple(options.counts(gloo_caps)),
         steps=steps,
         rounds=rounds,
@@ -184,7 +184,8 @@ def _reached(found: DdpResults) -> bool:
     return found.ours_over_gloo >= BAR_SAMPLES and exposed is not None and exposed <= BAR_EXPOSED
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Read a duration such as ``300ms`` or ``0.3s``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
     if match is None:
         raise typer.BadParameter(f"write a duration such as 300ms or 0.3s, not {text!r}")

@@ -55,13 +55,12 @@ def resnet50() -> list[Layer]:
     return [*layers, Layer(((1000, inputs), (1000,)), 1000 * inputs)]
 
 
-def gpt2() -> list[Layer]:
-    """Return GPT-2 small with 1024 tokens of context: 148 tensors, 124,439,808 numbers.
+def gpt(width: int, blocks: int, tokens: int, vocabulary: int) -> list[Layer]:
+    """Return a GPT.
 
     The token embedding is also the last layer's matrix, so that its gradient is ready last of all
     though most of it is computed first.
     """
-    width, tokens, vocabulary = 768, 1024, 50257
 
     def linear(inputs: int, outputs: int) -> Layer:
         return Layer(((inputs, outputs), (outputs,)), tokens * inputs * outputs)
@@ -78,7 +77,36 @@ def gpt2() -> list[Layer]:
         linear(4 * width, width),
     ]
     embeddings = [Layer(((vocabulary, width),), 0), Layer(((tokens, width),), 0)]
-    return [*embeddings, *(12 * block), Layer(norm.shapes, tokens * width * vocabulary)]
+    return [*embeddings, *(blocks * block), Layer(norm.shapes, tokens * width * vocabulary)]
+
+
+def gpt2() -> list[Layer]:
+    """Return GPT-2 small with 1024 tokens of context: 148 tensors, 124,439,808 numbers."""
+    return gpt(768, 12, 1024, 50257)
+
+
+def small_gpt() -> list[Layer]:
+    """Return a GPT two thirds of which are its embedding: 76 tensors, 12,996,096 numbers."""
+    return gpt(256, 6, 256, 32000)
+
+
+def small_cnn() -> list[Layer]:
+    """Return five convolutions and two linear layers: 14 tensors, 2,446,602 numbers."""
+    sizes = ((3, 32, 32), (32, 64, 32), (64, 128, 16), (128, 256, 8), (256, 256, 4))
+    layers = [
+        Layer(((outputs, inputs, 3, 3), (outputs,)), 9 * inputs * outputs * size * size)
+        for inputs, outputs, size in sizes
+    ]
+    linear = [Layer(((outputs, inputs), (outputs,)), inputs * outputs) for inputs, outputs in _ENDS]
+    return [*layers, *linear]
+
+
+_ENDS = ((4096, 350), (350, 10))  # of the small CNN: inputs and outputs
+
+
+def many_small() -> list[Layer]:
+    """Return 400 linear layers of 96 to 96: 800 tensors, 3,724,800 numbers."""
+    return [Layer(((96, 96), (96,)), 96 * 96)] * 400
 
 
 def mlp() -> list[Layer]:
@@ -211,7 +239,14 @@ class Workload:
     batch: int
 
 
-ARCHITECTURES = {"resnet50": resnet50, "gpt2": gpt2, "mlp": mlp}
+ARCHITECTURES = {
+    "resnet50": resnet50,
+    "gpt2": gpt2,
+    "mlp": mlp,
+    "small-cnn": small_cnn,
+    "small-gpt": small_gpt,
+    "many-small": many_small,
+}
 MODELS = (*ARCHITECTURES, "digits")
 
 

@@ -32,12 +32,14 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         bool, typer.Option("--shuffle", help="Every rank submits in an order of its own.")
     ] = False,
     rounds: options.Rounds = 5,
+    json: options.Json = None,
 ) -> None:
     """Compare thresholds of fusion in one run, alternating, and print medians."""
     (nbytes,) = options.sizes(size)
     each = [int(one) for one in TypeAdapter(list[ByteSize]).validate_python(thresholds.split(","))]
     arguments = {"tensors": tensors, "nbytes": nbytes, "thresholds": each}
     arguments |= {"shuffle": shuffle, "rounds": rounds}
+    run = options.begin("bench.fusion")
     with (
         options.command("bench.fusion"),
         options.lab(workers + reducers, None if unshaped else mbit) as lab,
@@ -53,11 +55,14 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         for way in said[0]["seconds"]
     }
     one, waits = median(seconds["one"]), median(seconds["waits"])
+    rows: list[dict[str, str | float]] = []
     print(f"{'way':>24} {'median ms':>10} {'of one':>8} {'gain':>7}")
     for way, times in seconds.items():
         taken = median(times)
         name = NAMES.get(way) or f"threshold {int(way)}"
         print(f"{name:>24} {1e3 * taken:>10.1f} {taken / one:>8.2f} {waits / taken:>7.2f}")
+        rows.append({"way": name, "ms": 1e3 * taken, "one": taken / one, "waits": waits / taken})
+    options.write_table(run, rows, json)
 
 
 if __name__ == "__main__":

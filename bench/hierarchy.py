@@ -29,6 +29,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     mbit: options.Mbit = 100.0,
     size: Annotated[str, typer.Option(help="Bytes of the buffer.")] = "16MiB",
     rounds: options.Rounds = 5,
+    json: options.Json = None,
 ) -> None:
     """Compare all-reduces by nodes with flat ones."""
     (nbytes,) = options.sizes(size)
@@ -36,6 +37,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         f"# {nodes} nodes of {local} ranks, {reducers} reducers, {mbit:g} Mbit/s, "
         f"{nbytes} bytes of fp32, {rounds} rounds"
     )
+    run = options.begin("bench.hierarchy")
     given = {"nbytes": nbytes, "rounds": rounds}
     where = [rank // local for rank in range(nodes * local)]
     with (
@@ -62,6 +64,11 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     for mode, (seconds, sent, received, wrong) in rows.items():
         print(f"{mode:14}{seconds:9.3f}{sent:9.3f}{received:12.3f}{wrong:7.0f}")
     print(f"{rows['flat'][0] / rows['hierarchical'][0]:.2f}x as fast")
+    table: list[dict[str, str | float]] = [
+        {"way": mode, "s": seconds, "sent": sent, "received": received}
+        for mode, (seconds, sent, received, _) in rows.items()
+    ]
+    options.write_table(run, table, json)
     sys.exit(int(any(row[-1] for row in rows.values())))
 
 

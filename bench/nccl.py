@@ -6,12 +6,12 @@ Both keep 8 requests of 4 MiB in flight, copy what they send from one place and 
 comes. README.md defines every option and figure.
 """
 
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from json import loads
 from pathlib import Path
 from typing import Annotated
 
@@ -37,8 +37,10 @@ def main(
     calls: Annotated[int, typer.Option(help="Of each rank and round.")] = 200,
     nbytes: Annotated[int, typer.Option(help="Of a call.")] = 4 << 20,
     rounds: options.Rounds = 3,
+    json: options.Json = None,
 ) -> None:
     """Print the payload rate of a rank, and its processor time."""
+    run = options.begin("bench.nccl")
     with (
         options.command("bench.nccl"),
         tempfile.TemporaryDirectory() as name,
@@ -65,11 +67,15 @@ def main(
         way: statistics.median(calls * nbytes / one.seconds for one in outcomes)
         for way, outcomes in found.items()
     }
+    rows: list[dict[str, str | float]] = []
     print(f"{'':>18} {'MB/s':>8} {'of link':>8} {'CPU s/GB':>9}")
     for way, rate in rates.items():
         cpu = statistics.median(one.cpu_s / (calls * nbytes / GB) for one in found[way])
         share = "" if link is None else f"{rate / link:.3f}"
         print(f"{way:>18} {rate / MB:8.0f} {share:>8} {cpu:9.3f}")
+        of_link = {} if link is None else {"link": rate / link}
+        rows.append({"way": way, "mb_s": rate / MB, "cpu": cpu, **of_link})
+    options.write_table(run, rows, json)
     sys.exit(any(one.wrong or one.error for ways in found.values() for one in ways))
 
 
@@ -85,7 +91,7 @@ def client(
         environment = {**environments(), **settings, **identity}
         started.append(host.start(command, environment, subprocess.PIPE, cwd=ROOT))
     told_lines = [process.communicate()[0].splitlines()[-1] for process in started]
-    return [Outcome(plan.calls, 0, *json.loads(line)) for line in told_lines]
+    return [Outcome(plan.calls, 0, *loads(line)) for line in told_lines]
 
 
 if __name__ == "__main__":

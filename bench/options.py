@@ -14,7 +14,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from bench import report, results
 from bench.contenders import Contender
 from bench.contest import Contest, Step, hosts_needed
-from bench.results import NEAR, Distance, Kind, Results, Run, Settings
+from bench.results import NEAR, Distance, Kind, Results, Run, Settings, TableResults
 from harness import HarnessError
 from lab import Lab, LabUnavailable
 
@@ -34,14 +34,25 @@ RoundTripMs: TypeAlias = Annotated[
 LossPercent: TypeAlias = Annotated[float, typer.Option(help="Packets that are lost on the way.")]
 Congestion: TypeAlias = Annotated[str, typer.Option(help="How TCP chooses its rate, such as bbr.")]
 Sizes: TypeAlias = Annotated[str, typer.Option(help="Bytes per rank.")]
-Baselines: TypeAlias = Annotated[str, typer.Option(help="Of gloo, mpi and ring; empty for none.")]
+Baselines: TypeAlias = Annotated[
+    str, typer.Option(help="Of gloo, mpi, mpi-ring, mpi-segmented and ring; empty for none.")
+]
 Iterations: TypeAlias = Annotated[str, typer.Option(help="All-reduces per round, or auto.")]
 Rounds: TypeAlias = Annotated[int, typer.Option(min=1, help="How often each has its turn.")]
 Json: TypeAlias = Annotated[Path | None, typer.Option(help="File for the results.")]
 Plot: TypeAlias = Annotated[Path | None, typer.Option(help="File for a picture (PNG).")]
 
 SIZES = "4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
-BASELINES = {"gloo": Contender("gloo"), "mpi": Contender("mpi"), "ring": Contender("ring")}
+BASELINES = {
+    each.name: each
+    for each in (
+        Contender("gloo"),
+        Contender("mpi"),
+        Contender("mpi", algorithm="ring"),
+        Contender("mpi", algorithm="segmented"),
+        Contender("ring"),
+    )
+}
 
 
 @contextmanager
@@ -206,6 +217,12 @@ def finish(found: Results, json: Path | None, plot: Path | None) -> int:
     if found.soak:
         return int(found.soak.wrong > 0)
     return int(any(row.wrong for row in found.rows) or not any(row.ours for row in found.rows))
+
+
+def write_table(run: Run, rows: list[dict[str, str | float]], json: Path | None) -> None:
+    """Write the rows of the table that a benchmark has printed, if a file was asked for."""
+    if json:
+        TableResults(**dict(run), rows=rows).write(json)
 
 
 def _words(text: str) -> list[str]:

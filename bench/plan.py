@@ -33,10 +33,12 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     ] = True,
     rounds: options.Rounds = 3,
     within: Annotated[float, typer.Option(help="Error from which on the exit code is 1.")] = 0.1,
+    json: options.Json = None,
 ) -> None:
     """Predict and measure all-reduces over a grid, and print the errors."""
     sizes, pools, ranks = options.sizes(size), options.counts(reducers), options.counts(workers)
-    worst = 0.0
+    run = options.begin("bench.plan")
+    found: list[Row] = []
     print(HEADING + "\n" + f"{'ms':>37} {'ms':>10} {'%':>7}")
     for n in ranks:
         contenders = [Contender("pool", k) for k in pools]
@@ -45,21 +47,32 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         with options.command("bench.plan"), options.contest(n, contenders, mbit) as contest:
             for nbytes in sizes:
                 rows = contest.measure(nbytes, rounds=rounds)
-                worst = max([worst, *(show(row, mbit) for row in rows)])
+                found += rows
+                for row in rows:
+                    show(row, mbit)
             if contest.skipped:
                 sys.exit(f"bench.plan: not measured: {contest.skipped}")
+    errors = [error(row, mbit) for row in found]
+    table: list[dict[str, str | float]] = [
+        {"workers": row.workers, "reducers": row.reducers, "way": row.contender, "error": off}
+        for row, off in zip(found, errors, strict=True)
+    ]
+    options.write_table(run, table, json)
+    worst = max(map(abs, errors))
     print(f"# largest error {worst:.1%}; links of {mbit:g} Mbit/s, nothing else predicted from")
     sys.exit(int(worst > within))
 
 
-def show(row: Row, mbit: float) -> float:
-    """Print one row, and return the size of its relative error."""
-    predicted_us = 1e6 * predict(row, mbit)
-    error = predicted_us / row.time_us - 1
+def show(row: Row, mbit: float) -> None:
+    predicted_us, off = 1e6 * predict(row, mbit), 100 * error(row, mbit)
     topology = row.contender.partition("-")[0]
     cells = f"{row.workers:>3} {row.reducers:>3} {topology:>9} {row.nbytes:>8}"
-    print(f"{cells} {predicted_us / 1e3:>10.1f} {row.time_us / 1e3:>10.1f} {100 * error:>+7.1f}")
-    return abs(error)
+    print(f"{cells} {predicted_us / 1e3:>10.1f} {row.time_us / 1e3:>10.1f} {off:>+7.1f}")
+
+
+def error(row: Row, mbit: float) -> float:
+    """Return the relative error of what is predicted."""
+    return 1e6 * predict(row, mbit) / row.time_us - 1
 
 
 def predict(row: Row, mbit: float) -> float:

@@ -252,7 +252,10 @@ def _ratios(baselines: Iterable[str], attribute: str, unit: str) -> list[Column]
     def cell(row: Row, name: str) -> str:
         return number(getattr(row, attribute).get(name), 2, "x")
 
-    return [Column(f"x {name}", unit, 8, partial(cell, name=name)) for name in baselines]
+    return [
+        Column(f"x {name}", unit, max(8, len(name) + 2), partial(cell, name=name))
+        for name in baselines
+    ]
 
 
 def _soaked(soak: Soak) -> str:

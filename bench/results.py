@@ -46,7 +46,7 @@ class Machine(Record):
     python: str
     versions: dict[str, str]
     commit: str
-    """Git commit, with ``+`` if the working tree differed from it."""
+    """Git commit, with ``+`` if the working tree differed from it in more than docs/figures."""
 
 
 class Run(Record):
@@ -245,6 +245,13 @@ class ChaosResults(Run):
     supplied: int
 
 
+class TableResults(Run):
+    """One run of a benchmark whose figures are the rows of the table that it prints."""
+
+    kind: Literal["table"] = "table"
+    rows: list[dict[str, str | float]]
+
+
 class MicroStats(BaseModel):
     """Seconds of one call, over the rounds."""
 
@@ -359,7 +366,8 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     commit = _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD").strip()
-    changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "-uno").strip()
+    status = ("status", "--porcelain", "-uno", "--", ".", ":!docs/figures")
+    changed = _output("git", "-C", str(ROOT), *status).strip()
     return commit + ("+" if changed else "") if commit else "unknown"
 
 

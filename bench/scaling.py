@@ -19,7 +19,10 @@ from bench.results import Results, Row
 def main(  # noqa: PLR0917 (options have names on the command line)
     workers: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8,16",
     reducers: Annotated[
-        str, typer.Option(help="Numbers of reducers; those above the ranks' are left out.")
+        str,
+        typer.Option(
+            help="Numbers of reducers; those above the ranks' are left out; empty: as many."
+        ),
     ] = "1,2,4,8,16",
     size: Annotated[str, typer.Option(help="Bytes per rank.")] = "16MiB",
     mbit: options.Mbit = 100.0,
@@ -45,7 +48,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     print(report.heading(columns))
     rate, each = found.settings.mbit, options.iterations(iterations)
     for n in ranks:
-        contenders = [Contender("pool", k) for k in pools if k <= n]
+        contenders = [Contender("pool", k) for k in pools or [n] if k <= n]
         contenders += [Contender("mixed", k) for k in pools if mixed and k < n]
         contenders += others
         with options.command("bench.scaling"), options.contest(n, contenders, rate) as contest:

@@ -8,7 +8,6 @@ are the loss on text that no site has seen, a step's time, what of it was spent 
 waiting or adding, and what a site's network card has sent, headers and all: medians of all turns.
 """
 
-import json
 import re
 import statistics
 import subprocess
@@ -16,10 +15,12 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from json import dump
 from typing import Annotated, NamedTuple
 
 import typer
 
+from bench import options
 from bench.hierarchy_rank import DEVICE
 from harness import ROOT, HarnessError, pool
 from lab import Lab, LabUnavailable
@@ -89,11 +90,13 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     curves: Annotated[
         typer.FileTextWrite | None, typer.Option(help="JSON: seed 0's loss, step by step.")
     ] = None,
+    json: options.Json = None,
 ) -> None:
     """Compare ways to train at several sites."""
     chosen = _chosen(kinds, reducers, site_dies, reducer_dies)
     print(f"# {sites} sites, {steps} steps, {mbit or 'any'} Mbit/s, {round_trip_ms:g} ms, {wire}")
     report = ["--report", str(steps // POINTS if curves or site_dies or reducer_dies else 0)]
+    run = options.begin("bench.sites")
     turns = defaultdict[str, list[Turn]](list)
     try:
         with Lab(sites + reducers, mbit, round_trip_ms=round_trip_ms) as lab:
@@ -106,8 +109,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
                         "REDUCTION_WIRE_DTYPE": own_wire or wire,
                         **({"REDUCTION_ON_RANK_LOST": "continue"} if site_dies else {}),
                     }
-                    options = ["--steps", str(steps), "--seed", str(seed), *report]
-                    training = Training(lab.hosts[:sites], [*arguments, *options], environment)
+                    settings = ["--steps", str(steps), "--seed", str(seed), *report]
+                    training = Training(lab.hosts[:sites], [*arguments, *settings], environment)
                     for step in training.reports():
                         if site_dies and step >= site_dies:
                             training.kill_last()
@@ -119,12 +122,15 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     except (HarnessError, LabUnavailable) as error:
         sys.exit(f"bench.sites: {error}")
     print(f"{'':22}{'loss':>9}{'step ms':>9}{'outer ms':>10}{'sent MB':>9}")
+    rows: list[dict[str, str | float]] = []
     for kind, made in turns.items():
         *figures, _ = zip(*made, strict=True)
         loss, step_s, outer_s, used = map(statistics.median, figures)
         print(f"{kind:22}{loss:9.4f}{1000 * step_s:9.2f}{1000 * outer_s:10.3f}{used / 1e6:9.2f}")
+        rows.append({"way": kind, "loss": loss, "step_s": step_s, "outer_s": outer_s, "sent": used})
+    options.write_table(run, rows, json)
     if curves:
-        json.dump({kind: made[0].curve for kind, made in turns.items()}, curves, indent=1)
+        dump({kind: made[0].curve for kind, made in turns.items()}, curves, indent=1)
 
 
 def _chosen(

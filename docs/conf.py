@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 project = "Reduction server"
 version = release = reducer.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "docs/index"
 PARTS = {  # of the table of contents: pages, and titles that are shorter than their own
     "Begin": {
@@ -68,6 +68,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "SECURITY": "Security policy",
         "CHANGELOG": "Changes",
         "bench/README": "Benchmarks",
+        "bench/notebook": "Notebook of measurements",
         "fuzz/README": "Fuzzing",
     },
 }
@@ -117,6 +118,7 @@ autodoc_mock_imports = [
     "pytorch_lightning",
     "tensorflow",
     "torchft",
+    "transformers",
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"

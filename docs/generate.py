@@ -1,9 +1,10 @@
 """Write the files of this folder that are generated: ``python docs/generate.py``.
 
 `PAGES` names each file and the function that returns its text; a test holds that the files are what
-these functions return. The settings come from the code, the picture of the gain from the tables of
-performance.md, those of losses from what `bench.sites --curves` has written, the table of versions
-from what `tests.versions` has, sizes of pools from what `reducer plan` prints. `facts` writes into
+these functions return. The settings come from the code, tables and the picture of gains from what
+`bench.figures` has written (measured.py), the pictures of losses from what `bench.sites --curves`
+has, the table of versions from what `tests.versions` has, sizes of pools from what `reducer plan`
+prints, the first page of the site from the README's first screen. `facts` writes into
 other files of the project what they repeat of the code and of each other, as facts.toml says.
 """
 
@@ -15,6 +16,7 @@ import json
 import math
 import re
 import shlex
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -36,11 +38,16 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+sys.path.insert(0, str(DOCS))  # for tests, which run this file by its path
+
+import measured  # noqa: E402 (as above)
 
 _SETTINGS = """\
 # Settings
 
-For whom: anybody. Four of each table are needed often; defaults and measurements choose the rest.
+For those who set anything at a worker or a reducer.
+
+Four of each table are needed often; defaults and measurements choose the rest.
 
 [docs/generate.py](generate.py) writes this page from the docstrings of `WorkerConfig`
 (`worker_client/config.py`) and `ReducerConfig` (`reducer/config.py`). The [glossary](glossary.md)
@@ -153,43 +160,35 @@ def _floors(layers: list[str], package: str) -> Iterator[str]:
 _GAIN = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 880 336" \
 font-family="Helvetica, Arial, 'DejaVu Sans', sans-serif" font-size="12">
-  <title>Time of an all-reduce through a pool, relative to Gloo's and Open MPI's, by size</title>
+  <title>Speed of an all-reduce through a pool, relative to Gloo's and Open MPI's, by size</title>
   <rect width="880" height="336" rx="12" fill="#ffffff"/>
   <circle cx="262" cy="318" r="5" fill="#2563a8"/>
-  <text x="274" y="322" fill="#1c2430">pool's time / Gloo's time</text>
+  <text x="274" y="322" fill="#1c2430">pool's speed / Gloo's</text>
   <rect x="465" y="313" width="10" height="10" fill="#c2570c"/>
-  <text x="482" y="322" fill="#1c2430">pool's time / Open MPI's time</text>
+  <text x="482" y="322" fill="#1c2430">pool's speed / Open MPI's</text>
 {panels}
 </svg>
 """
-_PANELS = (("Four workers, four reducers", "4", "1 Gbit/s"), ("Eight workers", "8", "400 Mbit/s"))
+_PANELS = ((4, "1 Gbit/s"), (8, "400 Mbit/s"))
 
 
 def gain() -> str:
-    """Return the picture of measured times against Gloo and MPI, from performance.md's tables."""
-    page = (DOCS / "performance.md").read_text()
+    """Return the picture of measured speeds beside Gloo's and MPI's."""
     return _GAIN.format(
         panels="\n".join(
-            _panel(20 + 430 * at, f"{hosts} workers, {hosts} reducers, links of {links}", rows)
-            for at, (begin, hosts, links) in enumerate(_PANELS)
-            if (rows := _ratios(page.partition(f"\n{begin}")[2]))
+            _panel(20 + 430 * at, f"{n} workers, {n} reducers, links of {links}", rows)
+            for at, (n, links) in enumerate(_PANELS)
+            if (rows := measured.speeds(f"pool-{n}"))
         )
     )
 
 
-def _ratios(text: str) -> list[tuple[str, float, float]]:
-    """Return size, time / Gloo's and time / MPI's of each row of the first table in a text."""
-    table = text.partition("\n| size |")[2].partition("\n\n")[0]
-    cells = [[cell.strip() for cell in row.split("|")] for row in table.splitlines()[2:]]
-    return [(size, float(gloo), float(mpi)) for _, size, _, _, gloo, mpi, *_ in cells]
-
-
 def _panel(left: int, title: str, rows: list[tuple[str, float, float]]) -> str:
     def height(ratio: float) -> float:
-        return round(150 - 32 * math.log2(ratio), 1)
+        return round(216 - 30 * math.log2(ratio), 1)
 
     lines = [f'<text x="{left + 8}" y="32" font-size="14" fill="#1c2430">{title}</text>']
-    for ratio, said in ((4, "4 x"), (1, "equal"), (0.25, "1/4")):
+    for ratio, said in ((16, "16 x"), (4, "4 x"), (1, "equal"), (0.25, "1/4")):
         y = height(ratio)
         stroke = "#59626f" if ratio == 1 else "#d5d9df"
         lines += [
@@ -201,12 +200,13 @@ def _panel(left: int, title: str, rows: list[tuple[str, float, float]]) -> str:
         one, two = height(gloo), height(mpi)
         # Labels stand on the far sides of the two marks.
         above, below = (one + 17, two - 9) if one > two else (one - 9, two + 17)
+        said, other = measured.number(gloo), measured.number(mpi)
         lines += [
             f'<circle cx="{x}" cy="{one}" r="5" fill="#2563a8"/>',
-            f'<text x="{x}" y="{above}" text-anchor="middle" fill="#2563a8">{gloo:.2f}</text>',
+            f'<text x="{x}" y="{above}" text-anchor="middle" fill="#2563a8">{said}</text>',
             f'<rect x="{x - 5}" y="{two - 5}" width="10" height="10" fill="#c2570c"/>',
-            f'<text x="{x}" y="{below}" text-anchor="middle" fill="#c2570c">{mpi:.2f}</text>',
-            f'<text x="{x}" y="300" text-anchor="middle" fill="#59626f">{size}</text>',
+            f'<text x="{x}" y="{below}" text-anchor="middle" fill="#c2570c">{other}</text>',
+            f'<text x="{x}" y="304" text-anchor="middle" fill="#59626f">{size}</text>',
         ]
     return "\n".join(f"  {line}" for line in lines)
 
@@ -290,7 +290,8 @@ def _loss_panel(
 _SIZING = """\
 # Sizing
 
-For whom: somebody who is to say how many reducers, of which machines.
+For those who are to say how many reducers a job gets, and of which machines.
+
 [docs/generate.py](generate.py) writes this page from what `reducer plan` answers. That is a model,
 of links alone. It was compared with measurements on links of 0.4 and 1 Gbit/s, with 2 to 16 workers
 ([performance](performance.md)); **faster links and more workers are modelled, not measured**.
@@ -309,13 +310,42 @@ An all-reduce of 1 GB, all cards alike. Times in ms; in brackets how much faster
 
 {jobs}
 
+## What your training gains
+
+`reducer plan` knows links. This knows your script as well:
+
+    worker-client doctor --gain --workers 4 --gbps 1 --reducers 2,4 -- train.py --its arguments
+
+After 3 steps of warm-up it has the script make 10 (`--steps`) with nothing exchanged. They show how
+long a step computes, and when DDP hands over its buckets. It prints what a step would take with
+Gloo, with reducers of the ranks' own and of a pool, in 16 and 8 bits, and with DiLoCo every 50
+steps (`--every`), and one sentence that says what to take. Then the script ends: its weights are
+good for nothing. Started at every rank, on the machines that are to train, it needs neither
+`--workers` nor `--gbps`: it measures the links between ranks, and to the reducers of
+`REDUCTION_SERVERS`, and says beside the prediction what a step takes as the script is.
+
+    torchrun --nnodes 4 --node-rank $NODE --nproc-per-node 1 --master-addr node-0 \\
+        --master-port 29500 --no-python worker-client doctor --gain -- train.py
+
+A run that was recorded does as well, with `--gbps`: a rank's timeline (`REDUCTION_TIMELINE`,
+[observing](observing.md#a-timeline)) or a trace of `torch.profiler.profile(record_shapes=True)` of
+DDP over Gloo:
+
+    worker-client doctor --gain --gbps 1 --trace timelines/JOB-rank0.json
+
+`--json` prints all of it for programs. A script wraps one model, and counts as samples the rows of
+its first tensor. Buckets stay as the script makes them. What the model leaves out: processors but
+for casts, copies from and to devices, other jobs on the links, and what rounding and DiLoCo do to a
+training ([slow links](slow-links.md)). `python -m bench.gain` holds it against the lab
+([errors](../bench/notebook.md)).
+
 ## Memory and cores
 
 A reducer holds a window of each rank at most (`REDUCTION_WINDOW_BYTES`), and refuses a job at its
 start that would need more than `--memory-limit`; the message says how much that is. Seconds of a
-processor for each GB, by type, are in [performance](performance.md#8-bits-on-the-wire). Four
-workers' fp32 took 3.26 s for each GB of buffer, of which the pool receives four and sends four. So
-a core carries a link of 10 Gbit/s, as a rule; `--threads` uses more than one.
+processor for each GB, by type, are in [performance](performance.md#16-and-8-bits-on-the-wire).
+Four workers' fp32 took {seconds} s for each GB of buffer, of which the pool receives four and sends
+four. So a core carries a link of 10 Gbit/s, as a rule; `--threads` uses more than one.
 """
 
 _GBPS = (1, 10, 25, 100)
@@ -342,16 +372,40 @@ def sizing() -> str:
         done = CliRunner().invoke(cli.app, shlex.split(f"plan {options}"), env={"COLUMNS": "150"})
         printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
         jobs.append(f"```sh\n{line}\n```\n```text\n{printed}\n```")
-    return _SIZING.format(table="\n".join(rows), jobs="\n\n".join(jobs))
+    used = measured.Figure("wire-4").row(way="pool-4")["reducers_cpu"]
+    return _SIZING.format(
+        table="\n".join(rows), jobs="\n\n".join(jobs), seconds=measured.number(used)
+    )
+
+
+def with_figures(name: str) -> str:
+    """Return a page with the blocks of measured.py that it has, anew."""
+    written = (DOCS / name).read_text()
+    for block, lines in measured.BLOCKS.items():
+        written = _filled(written, block, lines())
+    return written
+
+
+def index() -> str:
+    """Return the site's first page, which begins as the README does."""
+    readme = with_figures("../README.md")
+    screen = readme.partition("\n## Quick start\n")[0].partition("\n")[2].strip()
+    screen = re.sub(r"<!-- .* -->\n?", "", screen).strip()  # it is one block here
+    screen = re.sub(r"\]\((?!docs/|https?:)", "](../", screen).replace("](docs/", "](")
+    return _filled((DOCS / "index.md").read_text(), "README", screen.splitlines())
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "../README.md": lambda: with_figures("../README.md"),
     "architecture.md": architecture,
     "compatibility.md": compatibility,
     "gain.svg": gain,
+    "index.md": index,
     "losses.svg": losses,
+    "performance.md": measured.performance,
     "settings.md": settings,
     "sizing.md": sizing,
+    "slow-links.md": lambda: with_figures("slow-links.md"),
 }
 
 

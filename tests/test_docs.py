@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.main import get_command
 
 import reducer.cli
 import worker_client.cli
+from bench import figures
 from reducer.config import ReducerConfig
 from tests.versions import ROWS
 from worker_client.config import WorkerConfig
@@ -41,6 +43,16 @@ SHOWN = re.compile(
 COMMAND = re.compile(r"\b(reducer|worker-client) ([a-z]+)((?: +[^\s`|&;#]+)*)")
 GENERATOR = runpy.run_path(str(DOCS / "generate.py"))
 PAGES = GENERATOR["PAGES"]
+MEASURED = GENERATOR["measured"]
+FIGURES = sorted((DOCS / "figures").glob("*.json"))
+OWN_SOCKETS = "1a649ed1"  # the first commit whose figures are not of libzmq's sockets
+# How a performance figure reads in prose; sizes, rates and counts are settings of what is measured.
+FIGURE = re.compile(
+    r"\d[\d.,]*\s?(?:times|us|ms|s/GB|[MG]B/s|samples/s|%)(?!\w)|(?<![\d.])0\.\d+(?![\d.])"
+)
+# What is no prose: code, tables, headings, comments and pictures.
+NO_PROSE = re.compile(r"^```(?s:.*?)^```$|^(?:    .*|\|.*|#.*|<!--.*-->|!\[.*)$", re.MULTILINE)
+SENTENCE_ENDS = re.compile(r"(?<=[.!?:])[\"*)`]*\s+(?=[\"*`(\[]*[A-Z0-9`])|\n\s*\n|\n(?=- |\d+\. )")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -68,6 +80,84 @@ def test_a_sentence_that_says_a_fact_no_more_is_named(monkeypatch):
     monkeypatch.setattr(Path, "read_text", lambda path: read(path).replace("warning after 10", "x"))
     with pytest.raises(LookupError, match=r"failures.md: nothing .*'a warning after \{\} s'"):
         GENERATOR["facts"]()
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_a_figure_is_of_a_commit_and_a_command(path):
+    figure = json.loads(path.read_text())
+    assert re.fullmatch(r"[0-9a-f]{8,40}", figure["commit"])
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", figure["date"])
+    assert re.match(r"python -m bench\.\w+", figure["command"])
+    assert figure["rows"]
+    assert path.stem in figures.FIGURES
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("needs the history of a git checkout")
+    assert is_ancestor(figure["commit"], "HEAD")
+    # One of another engine says so under its table.
+    assert is_ancestor(OWN_SOCKETS, figure["commit"]) == ("libzmq" not in figure.get("note", ""))
+
+
+def git(*arguments):
+    return subprocess.run(
+        ["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def is_ancestor(commit, of):
+    ended = git("merge-base", "--is-ancestor", commit, of)
+    assert ended.returncode in {0, 1}, ended.stderr
+    return not ended.returncode
+
+
+def test_no_other_figure_stands_in_the_readme_or_in_performance():
+    readme = re.sub(r"(?s)<!-- gains:.*<!-- /gains -->", "", TEXTS["README.md"])
+    for text in (readme, re.sub(r"(?m)^\{\w+\}$", "", MEASURED.PAGE)):
+        assert FIGURE.findall(NO_PROSE.sub("", text)) == []
+        assert [line for line in text.splitlines() if line.startswith("|")] == []
+    assert {"1.48 times", "53 ms", "0.37", "+2.9 %"} <= set(
+        re.findall(rf"\+?(?:{FIGURE.pattern})", "1.48 times 53 ms, 0.37, +2.9 % 10 GB 0.0.0.0")
+    )
+
+
+def test_another_figure_reaches_every_page_that_repeats_it(monkeypatch, tmp_path):
+    for path in FIGURES:
+        text = path.read_text()
+        if path.stem == "pool-4":
+            figure = json.loads(text)
+            figure["commit"] = "fedcba9876543210"
+            for row in figure["rows"]:
+                if row["size"] == "64 MiB":
+                    row["gloo"] = [7.77, 7.11, 7.99]
+            text = json.dumps(figure)
+        (tmp_path / path.name).write_text(text)
+    monkeypatch.setattr(MEASURED, "FILES", tmp_path)
+    made = {name: PAGES[name]() for name in PAGES}
+    assert "| 7.77 (7.11 to 7.99) |" in made["performance.md"]
+    assert "Commit fedcba98, " in made["performance.md"]
+    assert "7.77 times as fast (n=4)" in made["../README.md"]
+    assert ">7.77</text>" in made["gain.svg"]
+
+
+def test_the_site_begins_as_the_readme_does():
+    shown = TEXTS["README.md"].partition("\n## Quick start")[0]
+    for sentence in SENTENCE_ENDS.split(NO_PROSE.sub("", shown)):
+        words = re.sub(r"\]\([^)]*\)", "]", sentence)
+        assert words.strip() in re.sub(r"\]\([^)]*\)", "]", TEXTS["docs/index.md"])
+
+
+DOCUMENTS = sorted(name for name in TEXTS if name.startswith("docs/"))
+
+
+@pytest.mark.parametrize("page", [name for name in DOCUMENTS if name != "docs/index.md"])
+def test_a_page_says_for_whom_it_is(page):
+    assert re.match(r"# .+\n\nFor [^.]+(?:\.\w[^.]*)*\.\n\n", TEXTS[page])
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_sentences_have_25_words_in_the_mean(page):
+    sentences = SENTENCE_ENDS.split(NO_PROSE.sub("", TEXTS[page]))
+    lengths = [len(sentence.split()) for sentence in sentences if sentence.strip()]
+    assert sum(lengths) <= 25 * len(lengths)
 
 
 def test_claimed_versions_were_tried_and_no_test_failed():

@@ -146,9 +146,9 @@ class Member:
             self.bury()
 
     def last_words(self) -> str:
-        """Return the end of what it wrote to standard error."""
-        lines = self.words.read_text(errors="replace").strip().splitlines()
-        return "\n".join(lines[-LAST_LINES:])
+        """Return the end of what it wrote to standard error; "" if it did not live to write."""
+        said = self.words.read_text(errors="replace") if self.words.exists() else ""
+        return "\n".join(said.strip().splitlines()[-LAST_LINES:])
 
 
 class Job:

@@ -73,8 +73,12 @@ def launch(
     run(script or [], processes=nproc_per_node, dry_run=dry_run)
 
 
-@app.command()
-def doctor(
+@app.command(context_settings={"allow_interspersed_args": False})
+def doctor(  # noqa: PLR0917 (options have names on the command line)
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- train.py ARGS", help="With --gain: a script, or -m MODULE."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     dump: Annotated[
         Path | None,
@@ -84,8 +88,34 @@ def doctor(
         bool,
         typer.Option("--pickle", help="With --dump: write the files for torchfrtrace as well."),
     ] = False,
+    gain: Annotated[
+        bool,
+        typer.Option("--gain", help="Measure a training, and predict other ways to average."),
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --gain: a timeline or profiler's trace, to read."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="With --gain: machines, if not those that it runs on.")
+    ] = None,
+    gbps: Annotated[
+        float | None, typer.Option(help="With --gain: of each card, if it is not to be measured.")
+    ] = None,
+    reducers: Annotated[str, typer.Option(help="With --gain: sizes of the pool, as 2,4.")] = "",
+    round_trip: Annotated[str, typer.Option(help="With --gbps: between machines.")] = "200us",
+    every: Annotated[int, typer.Option(help="With --gain: of DiLoCo's steps.")] = 50,
+    steps: Annotated[int, typer.Option(min=1, help="With --gain: how many to measure.")] = 10,
 ) -> None:
     """Say what was detected and why, and examine every reducer; exit 1 if something is wrong."""
+    if gain:
+        from worker_client.commands.gain import run as its  # noqa: PLC0415 (loads NumPy)
+
+        asked = its.asked(workers, gbps, round_trip, reducers, every=every, steps=steps)
+        its.say(script or [], trace, asked, as_json=as_json)
+        return
+    if script or trace is not None:
+        raise ConfigError("a script and --trace go with --gain: worker-client doctor --gain ...")
     from worker_client.commands.doctor import run  # noqa: PLC0415 (loads NumPy)
 
     if dump is not None:

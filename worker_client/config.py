@@ -390,6 +390,12 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def be_alone(port: int) -> None:
+    """Make this process, which no launcher has started, the one rank of a job of torch's."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({**alone, "MASTER_PORT": str(port)})
+
+
 def launch() -> Resolved:
     """Find out what the launcher told this process.
 

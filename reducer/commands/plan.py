@@ -17,12 +17,12 @@ from reducer.commands.terminal import FittedTable
 from reducer.errors import ConfigError
 from reducer.planning import plan as planning
 from reducer.planning.network_model import MTU
+from reducer.planning.step_model import AS_GOOD
 from reducer.planning.vertex import Machines, custom_job_spec
 from reducer.wire.constants import DType
 
 MODEL_BYTES = "1GB"
 PIPE_WIDTH = 160  # characters
-AS_GOOD = 0.98  # of a speed: less than anybody would notice
 _COUNT = re.compile(r"(?P<value>\d{1,18}(\.\d{1,18})?)\s*(?P<unit>[kKMBT]?)")
 _COUNTS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _DTYPES = {

@@ -262,7 +262,9 @@ def jobs(found: Sequence[Found], earlier: Sequence[Found]) -> FittedTable:
     groups: dict[tuple[str, int], list[tuple[JobStatus, JobRates | None]]] = {}
     statuses = [each.status for each in found if each.status]
     for address, status, _ in found:
-        for job in status.jobs if status else ():
+        if status is None:
+            continue
+        for job in status.jobs:
             rates = _job_rates(job, status, before.get(address))
             groups.setdefault((job.name, job.generation), []).append((job, rates))
     ordered = sorted(groups.values(), key=lambda group: -sum(job.reserved for job, _ in group))

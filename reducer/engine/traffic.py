@@ -76,4 +76,4 @@ NO_TRAFFIC = Traffic()
 
 def _middle_s(bucket: int) -> float:
     octave, eighth = divmod(bucket, 8)
-    return (1 + (eighth + 0.5) / 8) * 2**octave / 1e6
+    return (1 + (eighth + 0.5) / 8) * (1 << octave) / 1e6

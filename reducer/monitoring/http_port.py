@@ -7,6 +7,7 @@
 ``GET /metrics``          Prometheus' text format
 ``GET /status.json``      `reducer.monitoring.status.ReducerStatus`
 ``GET /history.json``     `reducer.monitoring.history.ReducerHistory`
+``GET /ras.json``         jobs as NCCL's RAS subsystem tells of communicators (`monitoring.ras`)
 ========================  =======================================================================
 
 Clients may be slow or hostile: a connection has `CONNECTION_S` to ask, in few bytes, and as long
@@ -38,6 +39,7 @@ from reducer.errors import ConfigError
 from reducer.monitoring import history, page, status
 from reducer.monitoring.history import History
 from reducer.monitoring.metrics import Metrics
+from reducer.monitoring.ras import Ras
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -313,7 +315,7 @@ def _reply(path: str, query: str, paths: Paths) -> Reply:
 
 
 def _paths(observer: Observer, remembered: History) -> Paths:
-    metrics = Metrics(observer.status)
+    metrics, ras = Metrics(observer.status), Ras(observer)
     files = page.files()
     return {
         "/healthz": lambda _: _probe(observer.unhealthy()),
@@ -321,6 +323,7 @@ def _paths(observer: Observer, remembered: History) -> Paths:
         "/metrics": lambda _: Reply(200, metrics.content_type, metrics.text()),
         "/status.json": lambda _: _json(status.dump(observer.status())),
         "/history.json": lambda _: _json(history.dump(remembered.told())),
+        "/ras.json": lambda _: _json(ras.told()),
         **{path: partial(_file, file) for path, file in files.items()},
         "/": partial(_page, files["/"]),
     }

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import reduce
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reducer.engine.lateness import RankWaits, Waits, costliest
 from reducer.engine.traffic import NO_TRAFFIC, Traffic
@@ -35,11 +35,12 @@ from reducer.monitoring.status import (
 from reducer.wire.messages import worst
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from reducer.engine.engine import Engine
     from reducer.runtime.guard import Guard
 
+T = TypeVar("T")
 MOST_RANKS = 64  # of a job, that a thread tells; of fewer, their sums over all threads are exact
 TOLD_RANKS = 2048  # of all jobs, that a thread tells: its work waits meanwhile
 FRESH_S = 0.2  # a thread that asks again within this time gets the same answer
@@ -61,24 +62,30 @@ class StatusInbox:
         self.ticked = 0.0
         self._engine = engine
         self._guard = guard
-        self._asked: SimpleQueue[Future[LaneStatus]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Future[Any], Callable[[Engine], Any]]] = SimpleQueue()
 
-    def ask(self) -> Future[LaneStatus]:
-        """Ask; the answer comes when the thread looks up. To be called by other threads."""
-        future: Future[LaneStatus] = Future()
-        self._asked.put(future)
+    def ask(self, question: Callable[[Engine], Any] | None = None) -> Future[Any]:
+        """Ask what a look at the engine tells, its `LaneStatus` by default.
+
+        The answer comes when the thread looks up. To be called by other threads.
+        """
+        future: Future[Any] = Future()
+        self._asked.put((future, question or self._look))
         return future
 
     def answer(self) -> None:
         """Answer all questions. To be called by the serving thread, between two steps."""
         self.ticked = time.monotonic()
         while not self._asked.empty():
-            future = self._asked.get()
+            future, question = self._asked.get()
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(look(self._engine, self._guard.connections, self.port))
+                    future.set_result(question(self._engine))
                 except Exception as error:  # noqa: BLE001 (the asker's: work goes on without it)
                     future.set_exception(error)
+
+    def _look(self, engine: Engine) -> LaneStatus:
+        return look(engine, self._guard.connections, self.port)
 
 
 class Observer:
@@ -137,18 +144,26 @@ class Observer:
                 self._looked = time.monotonic()
             return self._latest
 
-    def _look(self) -> ReducerStatus:
+    def ask(self, question: Callable[[Engine], T] | None = None) -> list[T | None]:
+        """Ask all threads, as `StatusInbox.ask`; the answer of one that hangs is None."""
         requests = [
-            inbox.ask() if thread.is_alive() else None
+            inbox.ask(question) if thread.is_alive() else None
             for inbox, thread in zip(self._inboxes, self._threads, strict=True)
         ]
         now = time.monotonic()
-        lanes: list[LaneStatus] = []
+        answers: list[T | None] = []
         for inbox, request in zip(self._inboxes, requests, strict=True):
             # Each asker would wait anew for a thread that hangs, and all others for the asker.
             until = max((inbox.ticked or now) + ANSWER_S, now + FRESH_S)
-            lane = None if request is None else _answer(request, until)
-            lanes.append(lane or LaneStatus(inbox.port, False, 0, 0, Memory(0, 0, 0), {}))
+            answers.append(None if request is None else _answer(request, until))
+        return answers
+
+    def _look(self) -> ReducerStatus:
+        answers: list[LaneStatus | None] = self.ask()
+        lanes = [
+            lane or LaneStatus(inbox.port, False, 0, 0, Memory(0, 0, 0), {})
+            for inbox, lane in zip(self._inboxes, answers, strict=True)
+        ]
         counters: Counter[str] = Counter()
         for lane in lanes:
             counters.update(lane.counters)
@@ -317,7 +332,7 @@ def _rank_status(waits: RankWaits) -> RankStatus:
     )
 
 
-def _answer(request: Future[LaneStatus], deadline: float) -> LaneStatus | None:
+def _answer(request: Future[T], deadline: float) -> T | None:
     try:
         return request.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:

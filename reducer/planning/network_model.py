@@ -93,13 +93,18 @@ def ring_factor(workers: int) -> float:
     return 2 * (workers - 1) / workers
 
 
-def ring_s(nbytes: float, workers: int, network: Network) -> float:
-    """Return the time of a ring's all-reduce: ``2(n-1)`` steps of an n-th part, one after another.
+def ring_times(nbytes: float, workers: int, network: Network) -> Times:
+    """Return what a ring's cards do: ``2(n-1)`` steps of an n-th part, one after another.
 
     Each step also costs half a round trip.
     """
     steps = 2 * (workers - 1)
-    return steps * (nbytes / workers / network.worker_rate + network.round_trip_s / 2)
+    return Times(nbytes * steps / workers / network.worker_rate, steps * network.round_trip_s / 2)
+
+
+def ring_s(nbytes: float, workers: int, network: Network) -> float:
+    """Return the time of a ring's all-reduce."""
+    return sum(ring_times(nbytes, workers, network))
 
 
 def card_times(

@@ -15,6 +15,7 @@ from reducer.planning.network_model import (
     MTU,
     PACKET_HEADERS,
     Network,
+    Times,
     Topology,
     all_reduce_s,
     fastest,
@@ -22,6 +23,7 @@ from reducer.planning.network_model import (
     ring_s,
     shares,
 )
+from reducer.planning.step_model import last_end_s
 from reducer.wire.constants import MAX_WORLD_SIZE
 
 if TYPE_CHECKING:
@@ -157,8 +159,9 @@ def step_s(job: PlannedJob, all_s: float, last_s: float) -> float:
         all_s: time to all-reduce all gradients.
         last_s: that of the last bucket alone.
     """
-    first = job.backward_s / buckets(job)
-    return job.forward_s + max(job.backward_s + last_s, first + all_s)
+    # Of buckets that come up evenly the first or the last one decides.
+    others = (job.backward_s / buckets(job), Times(all_s - last_s, 0.0))
+    return job.forward_s + last_end_s((others, (job.backward_s, Times(last_s, 0.0))))
 
 
 def buckets(job: PlannedJob) -> int:

@@ -76,6 +76,7 @@ def check_compose(project):
             "kubernetes/kubeflow/runtime.yaml",
         ),
         (check_trainjob, "kubernetes/kubeflow/trainjob.yaml"),
+        (check_trainjob, "kubernetes/kubeflow/trainjob-shared-pool.yaml"),
         (check_compose, "compose.yaml"),
     ],
     ids=lambda value: "judge" if callable(value) else Path(value).stem,
@@ -187,6 +188,30 @@ def test_workers_of_a_jobset_know_its_reducers_and_the_trainers_job_its_runtime_
     assert int(env["PET_NNODES"]) == workers["template"]["spec"]["completions"]
     runtime = read("kubernetes/kubeflow/runtime.yaml")["metadata"]["name"]
     assert read("kubernetes/kubeflow/trainjob.yaml")["spec"]["runtimeRef"]["name"] == runtime
+
+
+def test_a_trainers_job_knows_the_shared_pool_and_may_reach_it():
+    job, pool = (
+        read("kubernetes/kubeflow/trainjob-shared-pool.yaml")["spec"],
+        read(POOL / "statefulset.yaml"),
+    )
+    trainer, service = job["trainer"], pool["spec"]["serviceName"]
+    env = {entry["name"]: entry["value"] for entry in trainer["env"]}
+    namespace = read(POOL / "namespace.yaml")["metadata"]["name"]
+    assert env["REDUCTION_SERVERS"].split(",") == [
+        f"{pool['metadata']['name']}-{index}.{service}.{namespace}:5555"
+        for index in range(pool["spec"]["replicas"])
+    ]
+    (patch,) = job["runtimePatches"]
+    (nodes,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    patched = nodes["template"]["spec"]["template"]
+    (peer,) = read(POOL / "networkpolicy.yaml")["spec"]["ingress"][0]["from"]
+    assert peer["podSelector"]["matchLabels"] == patched["metadata"]["labels"]
+    (container,) = patched["spec"]["containers"]
+    assert container["volumeMounts"][0]["mountPath"] == env["REDUCTION_KEYS"]
+    # What becomes of Kubeflow's own runtime, which names a container and an image.
+    container |= {name: trainer[name] for name in ("image", "command", "env")}
+    check_kubernetes({"apiVersion": "v1", "kind": "Pod", **patched})
 
 
 def test_the_monitor_finds_the_pool():

@@ -20,6 +20,7 @@ STOCK_ATTEMPTS = 3
 
 LINE = re.compile(r"rank (\d+): loss (\S+), weights (\w{16}), (\d+) bytes reduced")
 TOLERANCE = 1e-5
+OF_A_LAUNCHER = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class End(NamedTuple):
@@ -29,6 +30,11 @@ class End(NamedTuple):
     loss: float
     weights: str
     bytes_reduced: int
+
+
+def unlaunched(environment):
+    """Return what a program finds that no launcher has started."""
+    return {name: text for name, text in environment.items() if name not in OF_A_LAUNCHER}
 
 
 def train(example, *arguments, servers=(), workers=2, timeout_s=280.0, **environment):

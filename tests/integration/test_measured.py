@@ -9,7 +9,7 @@ from reducer.errors import MismatchError
 from tests.conftest import joined, local_pool, reducer_here
 from tests.integration.calls import each, ones
 from tests.integration.test_topologies import beside
-from worker_client.communicators.communicator import Traffic
+from worker_client.communicators.communicator import LinkTraffic
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
@@ -91,8 +91,8 @@ def test_what_a_rank_gives_its_own_reducer_is_not_on_the_network():
 
 
 def test_traffic_adds_up_by_the_ranks_of_the_job():
-    before = Traffic(1, 2, 0.5, {0: 1.0, 2: 0.25})
-    after = Traffic(10, 20, 1.5, {0: 2.0, 1: 4.0}).renumbered((1, 2))  # rank 0 is gone
-    assert before.plus(after) == Traffic(11, 22, 2.0, {0: 1.0, 1: 2.0, 2: 4.25})
-    assert Traffic().plus(before) == before
-    assert (Traffic().rate, before.rate) == (0.0, 4.0)
+    before = LinkTraffic(1, 2, 0.5, {0: 1.0, 2: 0.25})
+    after = LinkTraffic(10, 20, 1.5, {0: 2.0, 1: 4.0}).renumbered((1, 2))  # rank 0 is gone
+    assert before.plus(after) == LinkTraffic(11, 22, 2.0, {0: 1.0, 1: 2.0, 2: 4.25})
+    assert LinkTraffic().plus(before) == before
+    assert (LinkTraffic().rate, before.rate) == (0.0, 4.0)

@@ -13,7 +13,7 @@ from tests.waits import eventually
 from worker_client.client import summary
 from worker_client.client.bootstrap import connect
 from worker_client.client.summary import Summary
-from worker_client.communicators.communicator import Traffic
+from worker_client.communicators.communicator import LinkTraffic
 from worker_client.protocol._flight import Durations
 
 SCRIPT = """
@@ -159,11 +159,11 @@ def test_the_straggler_is_told_by_one_rank():
         f"group, went on without rank 0, {straggler}"
     )
     assert str(replace(found, rank=2)).endswith("went on without rank 0")
-    waits = Traffic(waited_for_s={1: 0.26, 3: 8.1, 2: 0.04})
+    waits = LinkTraffic(waited_for_s={1: 0.26, 3: 8.1, 2: 0.04})
     late = f"ranks waited 8.1 s for rank 3 and 0.3 s for rank 1, {straggler}"
     assert str(replace(found, traffic=waits)).endswith(late)
     assert str(replace(found, rank=2, traffic=waits)) == str(replace(found, rank=2))
-    assert "ranks waited" not in str(replace(found, traffic=Traffic(waited_for_s={1: 0.04})))
+    assert "ranks waited" not in str(replace(found, traffic=LinkTraffic(waited_for_s={1: 0.04})))
 
 
 def test_what_was_measured_is_told_in_a_line():
@@ -176,7 +176,7 @@ def test_what_was_measured_is_told_in_a_line():
         **did,
         fallbacks=0,
         straggler=None,
-        traffic=Traffic(25_600_000_000, 25_700_000_000, 262.0),
+        traffic=LinkTraffic(25_600_000_000, 25_700_000_000, 262.0),
         carries=118e6,
         durations=durations,
     )

@@ -14,6 +14,10 @@ from reducer.config import KernelName
 from tests.commands import run_command
 from tests.launch.conftest import bare_environment
 
+DOCTOR = [
+    *("--json", "--dump", "--pickle", "--gain", "--trace", "--workers", "--gbps", "--reducers"),
+    *("--round-trip", "--every", "--steps", "--help"),
+]
 APPS = {"reducer": reducer.cli.app, "worker-client": worker_client.cli.app}
 
 
@@ -35,7 +39,7 @@ def completed(line):
         ("reducer serve --log-format ", ["text", "json"]),
         ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8", "fp8_e4m3"]),
         ("worker-client ", ["demo", "launch", "doctor", "conform", "nccl", "timeline"]),
-        ("worker-client doctor --", ["--json", "--dump", "--pickle", "--help"]),
+        ("worker-client doctor --", DOCTOR),
     ],
 )
 def test_what_a_line_may_become(line, words):

@@ -32,7 +32,7 @@ from worker_client.client.bootstrap import connect
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 
-PATHS = ["/", "/healthz", "/readyz", "/metrics", "/status.json", "/history.json"]
+PATHS = ["/", "/healthz", "/readyz", "/metrics", "/status.json", "/history.json", "/ras.json"]
 LARGE = b"x" * (16 << 20)  # more than fits between a port and a client that reads nothing
 
 
@@ -299,7 +299,7 @@ def test_a_client_that_does_not_wait_for_the_answer_costs_no_sigpipe(port, broke
 
 def test_a_lane_is_asked_by_all_askers_together(server, monkeypatch):
     asked, ask_inbox = [], StatusInbox.ask
-    monkeypatch.setattr(StatusInbox, "ask", lambda inbox: asked.append(1) or ask_inbox(inbox))
+    monkeypatch.setattr(StatusInbox, "ask", lambda *given: asked.append(1) or ask_inbox(*given))
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: server.observer.status(), range(200)))
     assert {each.incarnation for each in found} == {found[0].incarnation}

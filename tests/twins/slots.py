@@ -357,9 +357,9 @@ class Rounds:
 def _bucket(us: int) -> int:
     """Return the eighth of an octave that a duration is in."""
     octave = 0
-    while us >= 2 ** (octave + 1):
+    while us >= 1 << octave + 1:
         octave += 1
-    eighth = sum(8 * us >= (8 + n) * 2**octave for n in range(1, 8))
+    eighth = sum(8 * us >= (8 + n) << octave for n in range(1, 8))
     return min(8 * octave + eighth, BUCKETS - 1)
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -258,6 +259,30 @@ def test_what_cannot_be_written_fails_no_call(server, dumps, caplog):
     assert "another directory (REDUCTION_DUMP)" in caplog.text
 
 
+def stall(dumps, *, stays):
+    """Return steps of which rank 2 leaves out the last, and leaves, or stays till others fail."""
+
+    def steps(client):
+        ones(client, 2).wait()
+        if client.rank < 2:
+            ones(client, 40, 2).wait()
+        elif stays:
+            eventually(lambda: len([*dumps.glob("*/calls-*.json")]) == 2)
+
+    return steps
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_call_that_a_rank_has_not_made_is_scheduled(server, dumps, stays):
+    assert all(trained(server, "stalled", 3, stall(dumps, stays=stays))[:2])
+    files = [document(dumps, "stalled", rank) for rank in range(3)]
+    states = [[entry["state"] for entry in file["entries"]] for file in files]
+    assert states == [["completed", "scheduled"]] * 2 + [["completed"]]
+    told = [[*file["pg_status"]["0"].values()] for file in files]  # enqueued, started, completed
+    assert told == [[1, 0, 0]] * 2 + [[0, 0, 0]]
+    assert {*files[0]["pg_status"]["1"].values()} == {-1}
+
+
 @pytest.mark.extended("test_calls_have_the_same_places")
 def test_pytorchs_analyzer_reads_the_files(server, dumps):
     trained(server, "analyzed", 3, lambda client: train(client, (2, 2)))
@@ -268,3 +293,23 @@ def test_pytorchs_analyzer_reads_the_files(server, dumps):
     )
     first = (said.stdout + said.stderr).partition("sequence number: 10 has errors")[2]
     assert "Error type: SIZE_OR_SYNTAX_MISMATCH" in first.partition("sequence")[0]
+
+
+@pytest.mark.extended("test_a_call_that_a_rank_has_not_made")
+@pytest.mark.parametrize("stays", [True, False])
+def test_nvidias_analyzer_names_the_rank_that_did_not_make_the_call(server, dumps, stays):
+    package = pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext")
+    if not Path(package.__file__).with_name("attribution").is_dir():
+        pytest.skip("needs nvidia-resiliency-ext 0.6 or later: 0.4.1 has no analyzer of traces")
+    trained(server, "stalled", 3, stall(dumps, stays=stays))
+    run_here(f"worker-client doctor --pickle --dump {dumps}")
+    analyzer = [
+        sys.executable,
+        "-m",
+        f"{package.__name__}.attribution.trace_analyzer.fr_attribution",
+    ]
+    arguments = ["--fr-path", dumps / "stalled", "--pattern", "rank_*", "--emit-stdout"]
+    said = subprocess.run([*analyzer, *arguments], capture_output=True, text=True, check=True)
+    _, row = said.stdout.strip().splitlines()
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells == ["0", "calls in order,0", "gloo:all_reduce", "40x2", "Float", "2"]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from reducer.wire.messages import Straggler
     from worker_client.client.membership_change import MembershipChange, Resources
-    from worker_client.communicators.communicator import Communicator, Counters, Traffic
+    from worker_client.communicators.communicator import Communicator, Counters, LinkTraffic
     from worker_client.communicators.elastic import Change
     from worker_client.fusion.fusion import Fusion
     from worker_client.fusion.negotiation import Tensor
@@ -163,7 +163,7 @@ class Client:
         return mine if named is None else mine.plus(named.counters)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         """What this client's links have carried so far, and whom the ranks waited for."""
         return self._ordered.traffic.plus(self._fusion.traffic)
 

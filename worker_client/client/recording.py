@@ -26,7 +26,7 @@ from reducer.wire.constants import ReduceOp
 from worker_client.protocol.spec import file_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from worker_client.client.client import Client
     from worker_client.client.membership_change import Resources
@@ -87,13 +87,22 @@ class RecordedCall:
         self.error: BaseException | None = None
         self.ended_ns = 0
 
-    def described(self, place: int, *, scheduled: bool) -> dict[str, Any]:
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not made it, as far as is known: to whose lack it may have ended."""
+        if self.ended_ns:
+            lost = [self.error.rank] if isinstance(self.error, RankLostError) else []
+            return lost or list(getattr(self.error, "missing", ()))
+        return [] if self.work is None else list(self.work.missing)
+
+    def described(self, place: int, *, waits: bool) -> dict[str, Any]:
         """Return it in the form of the file.
 
-        It has `place` in the order of its group that is the same at every rank. `scheduled`: some
-        rank has not made it yet, as far as is known.
+        It has `place` in the order of its group that is the same at every rank. `waits`: for ranks
+        that have not made it, whichever.
         """
         well = self.ended_ns > 0 and self.error is None
+        scheduled = waits or bool(self.missing)
         size, dtype = [self.shape], [_DTYPES.get(self.dtype, self.dtype)]
         return {
             "record_id": self.id,
@@ -123,7 +132,7 @@ class RecordedCall:
                 "call": self.number,
                 "op": self.op,
                 "error": None if self.error is None else _told(self.error),
-                "missing": [] if self.work is None or self.ended_ns else list(self.work.missing),
+                "missing": [] if self.ended_ns else self.missing,
             },
         }
 
@@ -226,10 +235,11 @@ class CallLog:
                 key=lambda entry: (entry.number or 0, str(entry.name)),
             )
             entries = [
-                entry.described(place, scheduled=not entry.ended_ns and entry.name in waiting)
+                entry.described(place, waits=not entry.ended_ns and entry.name in waiting)
                 for place, entry in (*ordered, *enumerate(named))
             ]
-            document = {"version": _FORM, **about, "entries": entries}
+            status = {str(group): _progress(entries, group) for group in (ORDERED, NAMED)}
+            document = {"version": _FORM, "pg_status": status, **about, "entries": entries}
             rank = about["reduction"]["rank"]
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -252,7 +262,6 @@ class CallLog:
             "pg_config": {
                 at: {"name": at, "desc": desc, "ranks": str(ranks)} for at, desc in groups.items()
             },
-            "pg_status": {},
             "reduction": {
                 "version": __version__,
                 "job": client.spec.job,
@@ -275,6 +284,19 @@ class CallLog:
                 "straggler": None if straggler is None else asdict(straggler),
             },
         }
+
+
+def _progress(entries: Sequence[Mapping[str, Any]], group: int) -> dict[str, int]:
+    """Return the last calls of a group, as PyTorch says how far one has come; -1 for none."""
+    last = {"scheduled": -1, "started": -1, "completed": -1}
+    for entry in entries:
+        if entry["pg_id"] == group:
+            last[entry["state"]] = max(last[entry["state"]], entry["collective_seq_id"])
+    return {
+        "last_enqueued_collective": max(last.values()),
+        "last_started_collective": max(last["started"], last["completed"]),
+        "last_completed_collective": last["completed"],
+    }
 
 
 def _program() -> Iterator[tuple[str, str, int]]:

@@ -13,8 +13,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from reducer.logs import program_shows
-from worker_client.communicators.communicator import Traffic
-from worker_client.protocol._flight import Durations
+from worker_client.communicators.communicator import LinkTraffic
+from worker_client.protocol import _flight
 
 if TYPE_CHECKING:
     from reducer.wire.messages import Straggler
@@ -57,13 +57,13 @@ class Summary:
     fallbacks: int
     straggler: Straggler | None
     failure: str = ""
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: LinkTraffic = field(default_factory=LinkTraffic)
     carries: float = 0.0
-    durations: Durations = field(default_factory=Durations)
+    durations: _flight.Durations = field(default_factory=_flight.Durations)
 
     @property
     def rate(self) -> float:
-        """As of `Traffic`; by what `carries` is above it, links waited for ranks, or rested."""
+        """As of `LinkTraffic`; by what `carries` is above it, links waited for ranks, or rested."""
         return self.traffic.rate
 
     @property
@@ -116,7 +116,7 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes" if unit == "bytes" else f"{count / one:.1f} {unit}"
 
 
-def measured(traffic: Traffic, carries: float, durations: Durations) -> str:
+def measured(traffic: LinkTraffic, carries: float, durations: _flight.Durations) -> str:
     """Say what was measured of all-reduces, behind what they were; "" if none was made."""
     said = ""
     if traffic.rate:

@@ -34,7 +34,7 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
     resolved = resolve(environment)
     decision = decide(resolved, environment, script, processes=processes, devices=_devices)
     if resolved.role is not LauncherRole.REDUCER:
-        _find(script[0])
+        find_program(script[0])
         config.load()  # what every rank would refuse is refused here
     if dry_run:
         for line in report(found_out(resolved, decision)):
@@ -65,8 +65,12 @@ def report(rows: Sequence[tuple[str, str, str]]) -> Iterable[str]:
         yield terminal.wrapped(line, name_width + 2, columns)
 
 
-def _find(program: str) -> None:
-    """Refuse a script or program that is not there, before every rank of torchrun does."""
+def find_program(program: str) -> None:
+    """Refuse a script or program that is not there, before every rank of torchrun does.
+
+    Raises:
+        ConfigError: it is not there.
+    """
     # Where Python finds a module (`-m`) is Python's to say.
     if program.endswith(".py"):
         if not Path(program).is_file():

@@ -49,7 +49,7 @@ class Counters(NamedTuple):
         return Counters(*map(sum, zip(self, other, strict=True)))
 
 
-class Traffic(NamedTuple):
+class LinkTraffic(NamedTuple):
     """What a communicator's links have carried, and all that it is made of; and whom ranks await.
 
     Attributes:
@@ -70,20 +70,20 @@ class Traffic(NamedTuple):
         """Bytes a second that came while all-reduces were on their way; 0: none came."""
         return self.bytes_received / self.busy_s if self.busy_s else 0.0
 
-    def plus(self, other: Traffic) -> Traffic:
+    def plus(self, other: LinkTraffic) -> LinkTraffic:
         """Return the sum of two."""
         waits = {
             rank: self.waited_for_s.get(rank, 0.0) + other.waited_for_s.get(rank, 0.0)
             for rank in {**self.waited_for_s, **other.waited_for_s}
         }
-        return Traffic(
+        return LinkTraffic(
             self.bytes_sent + other.bytes_sent,
             self.bytes_received + other.bytes_received,
             self.busy_s + other.busy_s,
             waits,
         )
 
-    def renumbered(self, ranks: Sequence[int]) -> Traffic:
+    def renumbered(self, ranks: Sequence[int]) -> LinkTraffic:
         """Return it with a rank's number in `ranks` in place of its place there."""
         waits = {ranks[rank]: waited_s for rank, waited_s in self.waited_for_s.items()}
         return self._replace(waited_for_s=waits)
@@ -185,7 +185,7 @@ class Communicator:
         return self.inner.counters
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         """What its links have carried so far."""
         return self.inner.traffic
 
@@ -379,10 +379,10 @@ class FlatCommunicator(Communicator):
         return Counters(seen.losses, seen.moved, seen.claimed, seen.supplied)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         flight = self.session.flight
         seen = [flight.stats(link.index) for link in self.session.network_links]
-        return Traffic(
+        return LinkTraffic(
             sum(one.bytes_sent for one in seen),
             sum(one.bytes_received for one in seen),
             flight.busy_s,

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.communicators.communicator import Communicator, Counters, Traffic
+from worker_client.communicators.communicator import Communicator, Counters, LinkTraffic
 from worker_client.communicators.reconcile import NewLossError, Reconciliation
 from worker_client.communicators.replay_log import ReplayEntry, ReplayLog
 from worker_client.protocol.operation import Operation, own
@@ -79,7 +79,7 @@ class _Earlier:
     leaving: threading.Thread | None = None
     # Of all memberships so far but the one in use.
     counters: Counters = field(default_factory=Counters)
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: LinkTraffic = field(default_factory=LinkTraffic)
 
 
 class ElasticCommunicator(Communicator):
@@ -159,7 +159,7 @@ class ElasticCommunicator(Communicator):
         return self._earlier.counters.plus(self.inner.counters)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         with self._gate:
             latest = self.inner.traffic.renumbered(self.membership.present)
             return self._earlier.traffic.plus(latest)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.errors import LocalProtocolError, MismatchError, ReducerLostError, ReductionError
 from reducer.wire.constants import PLACES, DType, ReduceOp
-from worker_client.communicators.communicator import Communicator, Counters, Traffic
+from worker_client.communicators.communicator import Communicator, Counters, LinkTraffic
 from worker_client.communicators.membership import REDUCERS_TIMEOUT_S, marked
 from worker_client.protocol.lifecycle import FIRST_PLACE, gaps, merge
 from worker_client.protocol.operation import Operation, Unfinished, reason, refused
@@ -87,7 +87,7 @@ class FallbackCommunicator(Communicator):
         self._may_return = returns
         self._level = logging.DEBUG if announced else logging.WARNING
         self._past = Counters()  # of earlier jobs, and of the process group
-        self._traffic = Traffic()  # of earlier jobs
+        self._traffic = LinkTraffic()  # of earlier jobs
         self._attempt = 1
         self._coming: FlatCommunicator | None = None  # where calls are to go
         self._stopped = False
@@ -113,7 +113,7 @@ class FallbackCommunicator(Communicator):
         return self._past.plus(self.inner.counters)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         return self._traffic.plus(self.inner.traffic)
 
     @property

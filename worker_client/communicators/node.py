@@ -36,7 +36,7 @@ from reducer.errors import (
 )
 from reducer.wire.header import fingerprint
 from reducer.wire.messages import decode_error, encode_error
-from worker_client.communicators.communicator import Communicator, Traffic
+from worker_client.communicators.communicator import Communicator, LinkTraffic
 from worker_client.communicators.node_fold import TYPES, fold, folded_as, rounded
 from worker_client.communicators.node_group import IN, OUT
 from worker_client.protocol.operation import Operation, reason, refused, refusing
@@ -154,7 +154,7 @@ class NodeCommunicator(Communicator):
         return None if found is None else replace(found, rank=self.place.across[found.rank])
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         return self.inner.traffic.renumbered(self.place.across)
 
     @property

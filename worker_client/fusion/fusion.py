@@ -27,7 +27,7 @@ from reducer.errors import (
     ReductionTimeout,
 )
 from reducer.wire.constants import ReduceOp
-from worker_client.communicators.communicator import Traffic
+from worker_client.communicators.communicator import LinkTraffic
 from worker_client.fusion import _tensor_queue
 from worker_client.fusion.negotiation import JOIN, Negotiation, group
 from worker_client.fusion.tensor_queue import LOOK_S, TensorQueue
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from worker_client.communicators.communicator import Communicator
     from worker_client.fusion.negotiation import GivenUp, RoundDecision, Tensor
     from worker_client.fusion.tensor_queue import Request
-    from worker_client.protocol._flight import Durations
+    from worker_client.protocol import _flight
     from worker_client.staging.wire_rule import WireRule
     from worker_client.work import Work
 
@@ -93,7 +93,7 @@ class Fusion:
     ) -> None:
         self._make = make
         self._communicator: Communicator | None = None
-        self._traffic = Traffic()  # of earlier ones
+        self._traffic = LinkTraffic()  # of earlier ones
         self._wire = wire
         self._trace = trace or Trace()
         self._threshold = threshold
@@ -136,13 +136,13 @@ class Fusion:
         return self._queue.waited_s
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> LinkTraffic:
         """What the links of all communicators have carried so far."""
         communicator, before = self._communicator, self._traffic
         return before if communicator is None else before.plus(communicator.traffic)
 
     @property
-    def durations(self) -> Durations:
+    def durations(self) -> _flight.Durations:
         """How long the calls that have ended well took, each from its submission to its end."""
         return self._queue.durations
 

@@ -3,7 +3,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from reducer.zmtp.curve cimport curve_keys
-from reducer.zmtp.net cimport connection, channel
+from reducer.zmtp.net cimport channel, connection, connection_state
 from worker_client.protocol._flight cimport (
     CompiledFlight, OperationState, all_reduce, all_reduce_state, flight as flight_t,
 )
@@ -40,6 +40,7 @@ cdef extern from "worker_client/runtime/loop.h" nogil:
                           uint64_t peer_read) noexcept
     void loop_break(loop_t *self, uint32_t line) noexcept
     uint64_t loop_paused_ns(loop_t *self) noexcept
+    connection_state loop_state(loop_t *self, uint32_t line, int *error) noexcept
     void loop_close(loop_t *self, uint32_t line) noexcept
     loop_event loop_run(loop_t *self, long timeout_ms) noexcept
     void loop_next(loop_t *self) noexcept

@@ -240,6 +240,8 @@ cdef class Loop:
     def change(self):
         """Return the next connection that was made or has ended, once; None if there is none."""
         cdef connection *c
+        cdef connection_state state
+        cdef int error
         if not self.c.changes:
             return None
         for line in range(self.c.lines):
@@ -247,9 +249,9 @@ cdef class Loop:
             if c == NULL or not self.c.line[line].changed:
                 continue
             self.c.line[line].changed = False
+            state = loop_state(&self.c, line, &error)
             return LineChange(
-                line, c.state == OPEN, c.state == SUSPENDED, c.zmtp.ready,
-                c.error, c.zmtp.fault,
+                line, state == OPEN, state == SUSPENDED, c.zmtp.ready, error, c.zmtp.fault,
                 c.zmtp.peer_mechanism.decode("ascii", "replace"),
                 c.zmtp.reason.decode("ascii", "replace"),
             )

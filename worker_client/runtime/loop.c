@@ -282,6 +282,16 @@ void loop_break(struct loop *loop, uint32_t line)
     heartbeat_unlock(&loop->heartbeat);
 }
 
+enum connection_state loop_state(struct loop *loop, uint32_t line, int *error)
+{
+    heartbeat_lock(&loop->heartbeat);
+    const struct connection *connection = loop->line[line].connection;
+    enum connection_state state = connection->state;
+    *error = connection->error;
+    heartbeat_unlock(&loop->heartbeat);
+    return state;
+}
+
 void loop_close(struct loop *loop, uint32_t line)
 {
     heartbeat_lock(&loop->heartbeat);

@@ -81,6 +81,9 @@ void loop_break(struct loop *loop, uint32_t line);
 /* For how long the process did not run before it ran again, within the last second; 0 if it did. A
  * thread that waits for the GIL is none of this: heartbeats go on meanwhile. */
 uint64_t loop_paused_ns(struct loop *loop);
+/* What a line's connection, which there is, has come to, and errno if it has broken: a heartbeat may
+ * break it at any time. */
+enum connection_state loop_state(struct loop *loop, uint32_t line, int *error);
 /* Drops a line's connection, if it has one, with all that it has not sent. */
 void loop_close(struct loop *loop, uint32_t line);
 
