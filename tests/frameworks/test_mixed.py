@@ -76,7 +76,7 @@ def test_a_hundred_kills():
     need("sklearn", *FRAMEWORKS)
     killed = 0
     while killed < 100:
-        said, kills = train(steps=1500)
+        said, kills = train(steps=6000)
         check(said)
         assert kills > 10
         killed += kills
