@@ -14,7 +14,7 @@ import numpy as np
 
 from reducer.errors import LocalProtocolError, RankLostError
 from reducer.wire.constants import DType, ReduceOp
-from worker_client.communicators.communicator import Counters, Traffic
+from worker_client.communicators.communicator import Counters, LinkTraffic
 
 DTYPES = {DType.INT64: np.int64, DType.UINT8: np.uint8}
 FOLDS = {ReduceOp.SUM: np.add, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum}
@@ -47,7 +47,7 @@ class Member:
     straggler = None
     links = ()
     in_callback = False
-    counters, traffic = Counters(), Traffic()
+    counters, traffic = Counters(), LinkTraffic()
 
     def __init__(self, world, spec, left):
         self.spec = spec

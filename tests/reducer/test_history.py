@@ -213,7 +213,8 @@ class Told:
     def __init__(self):
         self.known = ()
 
-    def ask(self):
+    def ask(self, question=None):
+        del question
         asked = Future()
         memory = status.Memory(1, 1, 1)
         asked.set_result(status.LaneStatus(1, True, 1, 1, memory, {}, known=self.known))

@@ -127,7 +127,6 @@ def test_how_long_all_reduces_take_lies_between_what_ranks_see(server, port):
     parts = traffic["buckets"][-1]
     assert late_s / 2 < traffic["seconds"] / parts < max(took)
     assert late_s / 2 < lately["median_s"] <= lately["p99_s"] < max(took) * 1.07
-    assert traffic["buckets"][:8] == [0] * 8  # within 8.2 ms
     assert lately["bytes_in"] <= traffic["bytes_in"]
 
 
