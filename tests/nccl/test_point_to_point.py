@@ -156,11 +156,23 @@ def test_a_sanitizer_finds_nothing(threads, sanitizer):
         threads(version, 4, 300, MIB, sanitizer)
 
 
+def listen(net):
+    """Return a handle, its listener and where that listens: this process may have others."""
+
+    def listening():
+        found = psutil.Process().net_connections()
+        return {tuple(one.laddr) for one in found if one.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    handle, listener = net.listen()
+    (address,) = listening() - before
+    return handle, listener, address
+
+
 def test_other_streams_may_be_ahead_of_the_first(net):
     """That one tells lengths, and still brings the rest of a message when others bring the next."""
-    handle, listener = net.listen()
-    *_, one = (c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN)
-    first, *others = streams = [socket.create_connection(one.laddr) for _ in range(4)]
+    handle, listener, address = listen(net)
+    first, *others = streams = [socket.create_connection(address) for _ in range(4)]
     for at, stream in enumerate(streams):
         stream.sendall(struct.pack("=16sQII", handle.raw[8:24], 1, at, len(streams)))
     while (receiver := net.accept(listener)) is None:
@@ -272,11 +284,10 @@ def test_a_receiver_that_has_closed_is_noticed(net):
 
 
 def test_strangers_at_a_listener_keep_nobody_out(net):
-    handle, listener = net.listen()
-    *_, one = (c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN)
+    handle, listener, address = listen(net)
     strangers = []
     for at in range(100):
-        strangers.append(socket.create_connection(one.laddr))
+        strangers.append(socket.create_connection(address))
         strangers[-1].send(os.urandom(at % 50))
         assert net.accept(listener) is None
     sender = receiver = None
