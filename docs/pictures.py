@@ -22,7 +22,7 @@ JOBS = (("vision", 8, {"LATE_3": "0.03"}), ("ablation", 2, {}))
 ALONE_S, BOTH_S, AFTERWARDS_S = 50.0, 40.0, 60.0
 LOOKS_S = 11.0  # the page looks at the waits of 10 s
 WINDOW = (1100, 900)
-MOST_BYTES = 150_000
+MOST_BYTES = 200_000
 
 
 def main() -> None:
