@@ -381,10 +381,10 @@ class FlatCommunicator(Communicator):
     @property
     def traffic(self) -> LinkTraffic:
         flight = self.session.flight
-        seen = [flight.stats(link.index) for link in self.session.network_links]
+        carried = [flight.carried(link.index) for link in self.session.network_links]
         return LinkTraffic(
-            sum(one.bytes_sent for one in seen),
-            sum(one.bytes_received for one in seen),
+            sum(sent for sent, _ in carried),
+            sum(received for _, received in carried),
             flight.busy_s,
             dict(self.session.waited_for_s),
         )

@@ -310,7 +310,8 @@ cdef class CompiledFlight:
 
     @property
     def busy_s(self):
-        """Seconds during which any was, but for stretches that ended with a failure."""
+        """Seconds during which any was, but for stretches that ended with a failure; any thread
+        may ask."""
         return self.c.busy_ns / 1e9
 
     @property
@@ -448,6 +449,11 @@ cdef class CompiledFlight:
             c.window, c.in_flight, c.bytes_sent, c.bytes_received, c.results,
             c.rtt_ns / 1e9, c.min_rtt_ns / 1e9, c.bytes_received - c.bytes_before,
         )
+
+    def carried(self, link):
+        """Return how many bytes a link has sent and received; any thread may ask."""
+        cdef flight_link *c = &self.c.links[self.check(link)]
+        return c.bytes_sent, c.bytes_received
 
     def refill(self, double now):
         """Return the contributions that the windows have room for.

@@ -27,6 +27,13 @@ void flight_enqueue(struct flight *flight, struct chunk *chunk)
     chunk_list_put(&flight->links[chunk->link].queue, chunk);
 }
 
+/* Counts what one thread alone counts and others look at: no bus is locked for that. */
+static void count(atomic_uint_least64_t *counter, uint64_t more)
+{
+    uint64_t before = atomic_load_explicit(counter, memory_order_relaxed);
+    atomic_store_explicit(counter, before + more, memory_order_relaxed);
+}
+
 void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state state)
 {
     struct flight_link *link = &flight->links[chunk->link];
@@ -246,7 +253,7 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     if (chunk->of->of->answered_ns == 0)
         chunk->of->of->sent_ns = now_ns;
     link->in_flight += window_cost(nbytes);
-    link->bytes_sent += nbytes;
+    count(&link->bytes_sent, nbytes);
     next->chunk = chunk;
     next->header = *common;
     next->header.watermark = flight->watermark;
@@ -361,7 +368,7 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     if (operation->answered_ns == 0)
         operation->answered_ns = now_ns;
     flight_settle(flight, chunk, CHUNK_DONE);
-    link->bytes_received += header.nbytes;
+    count(&link->bytes_received, header.nbytes);
     link->results++;
     if (link->retain && payload != NULL) {
         chunk->result = block_share(payload);
@@ -373,7 +380,7 @@ bool flight_take(struct flight *flight, uint32_t link_index, const void *frame, 
     if (--operation->remaining == 0) {
         flight_retire(flight, operation);
         if (flight->active == 0 && now_ns > flight->busy_since_ns)
-            flight->busy_ns += now_ns - flight->busy_since_ns;
+            count(&flight->busy_ns, now_ns - flight->busy_since_ns);
         operation->following = flight->completed;
         flight->completed = operation;
     }

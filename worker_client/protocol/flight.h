@@ -21,7 +21,8 @@ struct flight_link {
     bool in_place;           /* what needs this link ends with it: results may be read in place */
     bool pings_suppressed;   /* the reducer's latest PING had no body: another such is no news */
     uint64_t window, in_flight;
-    uint64_t bytes_sent, bytes_received, results;
+    atomic_uint_least64_t bytes_sent, bytes_received; /* which any thread may look at */
+    uint64_t results;
     uint64_t bytes_before; /* received when it was measured last */
     uint64_t rtt_ns, min_rtt_ns; /* from sending a contribution to its result; 0: unknown */
 };
@@ -38,7 +39,8 @@ struct flight {
     uint64_t reached;            /* every operation below is finished at every rank */
     uint64_t retained_bytes;
     atomic_size_t active; /* operations in progress */
-    uint64_t busy_ns;       /* while any was, up to the end of the latest stretch that ended well */
+    atomic_uint_least64_t busy_ns; /* while any was, up to the end of the latest stretch that ended
+                                      well; any thread may look at it */
     uint64_t busy_since_ns; /* the present one */
     struct durations unowned; /* of C's own that ended well, from their calls to their ends */
     double earliest; /* no deadline is before this time */
