@@ -381,7 +381,7 @@ class FlatCommunicator(Communicator):
     @property
     def traffic(self) -> LinkTraffic:
         flight = self.session.flight
-        carried = [flight.carried(link.index) for link in self.session.network_links]
+        carried = [flight.link_bytes(link.index) for link in self.session.network_links]
         return LinkTraffic(
             sum(sent for sent, _ in carried),
             sum(received for _, received in carried),

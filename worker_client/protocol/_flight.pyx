@@ -450,7 +450,7 @@ cdef class CompiledFlight:
             c.rtt_ns / 1e9, c.min_rtt_ns / 1e9, c.bytes_received - c.bytes_before,
         )
 
-    def carried(self, link):
+    def link_bytes(self, link):
         """Return how many bytes a link has sent and received; any thread may ask."""
         cdef flight_link *c = &self.c.links[self.check(link)]
         return c.bytes_sent, c.bytes_received
