@@ -62,7 +62,9 @@ def main(
     if unknown := set(names or ()) - set(FIGURES):
         raise typer.BadParameter(f"no figure is called {', '.join(sorted(unknown))}")
     if names and results.machine().commit.endswith("+"):
-        sys.exit("bench.figures: a figure is of a commit: commit what has changed")
+        sys.exit(
+            "bench.figures: a figure names the commit it was measured at: commit your changes first"
+        )
     for name in names or ():
         begun = time.monotonic()
         measure(name)

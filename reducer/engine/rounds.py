@@ -107,7 +107,7 @@ class Reductions:
     Attributes:
         counters: what was done since the start.
         closed: why new rounds are refused, or None.
-        failed: by job, what has failed and nobody has been told of.
+        failed: all-reduces of each job that failed, and are yet to be reported.
     """
 
     def __init__(self, kernels: Kernels, quotas: Quotas) -> None:

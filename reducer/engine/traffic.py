@@ -1,9 +1,9 @@
 """What the all-reduces of a job have moved through a reducer, and how long they took (sans I/O).
 
-An all-reduce takes from its first contribution until its latest result is ready to be sent, but for
-the sum if that is small. What ranks do before and afterwards is not in it, nor the way back. It is
-counted when every rank has gone on to a later one. Those that failed are left out, and so are the
-ranks' own questions to each other. `traffic.h` counts.
+The time of an all-reduce begins with its first contribution and ends when its latest result is ready
+to be sent; a small sum is not timed. The ranks' own work and the way back are not part of it. An
+all-reduce is counted when every rank has gone on to a later one. All-reduces that failed are left
+out, and so are those by which ranks agree. `traffic.h` counts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Traffic(NamedTuple):
         bytes_out: of results, to all ranks together.
         all_reduces: how many are over; of all threads, as that one has it that has most.
         us: how long they took together, microseconds; each thread has its part of each.
-        buckets: how many of these parts took how long: number `8 * k + n` is of those that took at
-            least `(1 + n / 8) * 2**k` microseconds. Those that are empty are left out.
+        buckets: a histogram of the times of these parts. Bucket `8 * k + n` counts those of at
+            least `(1 + n / 8) * 2**k` microseconds; empty buckets are left out.
     """
 
     bytes_in: int = 0

@@ -87,7 +87,7 @@ class ReducerHistory:
         now: when this was told, seconds of Unix time.
         uptime_s: the same instant, seconds since the reducer began to serve.
         samples: every `SAMPLE_S`, but for those at which a thread did not answer.
-        strips: of the jobs that are here, as of the latest sample (`reducer.monitoring.strips`).
+        strips: one for each job at the latest sample (`reducer.monitoring.strips`).
     """
 
     incarnation: str

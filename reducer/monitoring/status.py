@@ -98,7 +98,7 @@ class Lately:
 
     Attributes:
         seconds: how long that was: less if the job is younger, or nobody has asked before.
-        bytes_in, bytes_out, all_reduces: as of `JobTraffic`, in that time.
+        bytes_in, bytes_out, all_reduces: as in `JobTraffic`, during that time.
         median_s, p99_s: within which half of them, and 99 of 100, were over; 0 if there was none.
     """
 

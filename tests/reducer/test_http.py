@@ -24,7 +24,7 @@ from reducer.monitoring.observer import Observer, StatusInbox, merge_jobs
 from reducer.server import Server
 from reducer.wire.messages import Straggler
 from tests.commands import serving
-from tests.conftest import joined, reducer_here
+from tests.conftest import joined
 from tests.reducer.asked import ask, port_of
 from tests.twins.lateness import bucket_of
 from tests.waits import eventually, within_s
@@ -34,19 +34,6 @@ pytestmark = pytest.mark.usefixtures("no_settings")
 
 PATHS = ["/", "/healthz", "/readyz", "/metrics", "/status.json", "/history.json", "/ras.json"]
 LARGE = b"x" * (16 << 20)  # more than fits between a port and a client that reads nothing
-
-
-@pytest.fixture(scope="module")
-def server():
-    with reducer_here(threads=2) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def port(server):
-    with port_of(server.observer) as address:
-        eventually(lambda: ask(address, "/readyz").code == 200)
-        yield address
 
 
 def connected(address):

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from tests.conftest import joined, reducer_here
-from tests.reducer.asked import ask, port_of
+from tests.conftest import joined
+from tests.reducer.asked import ask
 from tests.waits import eventually
 from worker_client.client.bootstrap import connect
 
@@ -36,19 +36,6 @@ SAMPLE = """
   "ras": {"collection_time_sec": 0.000, "timeouts_count": 0}
 }
 """
-
-
-@pytest.fixture(scope="module")
-def server():
-    with reducer_here(threads=2) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def port(server):
-    with port_of(server.observer) as address:
-        eventually(lambda: ask(address, "/readyz").code == 200)
-        yield address
 
 
 def told(port):
