@@ -1,9 +1,9 @@
 """What the all-reduces of a job have moved through a reducer, and how long they took (sans I/O).
 
-The time of an all-reduce begins with its first contribution and ends when its latest result is ready
-to be sent; a small sum is not timed. The ranks' own work and the way back are not part of it. An
-all-reduce is counted when every rank has gone on to a later one. All-reduces that failed are left
-out, and so are those by which ranks agree. `traffic.h` counts.
+The time of an all-reduce begins with its first contribution and ends when its latest result is
+ready to be sent; a small sum is not timed. The ranks' own work and the way back are not part of it.
+An all-reduce is counted when every rank has gone on to a later one. All-reduces that failed are
+left out, and so are those by which ranks agree. `traffic.h` counts.
 """
 
 from __future__ import annotations
