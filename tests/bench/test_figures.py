@@ -58,7 +58,11 @@ def test_a_file_has_what_a_training_gains():
 
 @pytest.mark.parametrize(
     ("commit", "load", "said"),
-    [("abc", 0.1, ""), ("abc", 1.7, "the machine was busy"), ("abc+", 0.1, "commit what")],
+    [
+        ("abc", 0.1, ""),
+        ("abc", 1.7, "the machine was busy"),
+        ("abc+", 0.1, "commit your changes first"),
+    ],
 )
 def test_a_busy_machine_and_a_changed_tree_measure_no_figure(
     commit, load, said, monkeypatch, tmp_path
