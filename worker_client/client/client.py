@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
-from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
+from reducer.wire.constants import MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT, DType, ReduceOp
+from reducer.wire.leaves import MAX_LEAVES, Share
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import REDUCERS_TIMEOUT_S
@@ -249,6 +250,7 @@ class Client:
         residual: Any = None,
         exact: bool = False,
         shape: str = "",
+        leaves: Share | None = None,
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
@@ -281,6 +283,10 @@ class Client:
                 it has ended; after an error restore a copy to make the step again.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
+            leaves: what `leaves` has returned, if this is a sum of leaves. `data` then has a first
+                axis: one array for each of ``leaves.parts``, the sum of its leaves as the tree of
+                leaves has it; ``data[0]`` gets the result, a mean's is over all leaves. In host
+                memory, and without name, weight and residual; it travels as it is.
             shape: with a name: any text that is to be the same at every rank, such as the shape of
                 what `data` was made of; ranks that differ in it get a MismatchError.
 
@@ -291,7 +297,11 @@ class Client:
             ConfigError: `data` or another argument is not supported.
             LocalProtocolError: the client was shut down, or belongs to the parent process.
             DeviceError: a device failed, now or in an earlier call.
+            LeavesMovedError: from `Work.wait`, with `leaves`: ranks have gone or come since; all
+                ranks make the step again.
         """
+        if leaves is not None:
+            self._check_leaves(leaves, data, plain=(name, weight, residual) == (None,) * 3)
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
             check = partial(self._check_named, weight, residual, exact, shape)
@@ -325,7 +335,7 @@ class Client:
                 if shape:
                     raise ConfigError("shape= is compared in calls with a name: give name= as well")
                 operation = self._start(
-                    call, data, op, timeout, weight=weight, residual=residual, exact=exact
+                    call, data, op, timeout, weight, residual, exact=exact, leaves=leaves
                 )
             except BaseException as error:
                 self._given_up.append((call, error))  # first: a second interrupt may follow
@@ -335,6 +345,54 @@ class Client:
             if self.observer is not None:
                 self.observer.begun(None, data, op, operation)
             return operation
+
+    def leaves(self, count: int) -> Share:
+        """Deal the leaves of a step among the ranks that are present.
+
+        A step's batch is cut into `count` leaves, and the sum over them depends on nothing else:
+        neither on how many ranks there are, nor on which of them has which leaf (docs/leaves.md).
+
+        Args:
+            count: leaves of the step: the same at every rank, and one for each at least.
+
+        Returns:
+            Which are this rank's, and the subtrees of which it passes `all_reduce` the sums.
+
+        Raises:
+            ConfigError: there are too few or too many, or this job cannot sum leaves.
+            LocalProtocolError: the client was shut down, or belongs to the parent process.
+            ReductionError: ranks were lost, and this one cannot go on.
+        """
+        self._check_usable()
+        if self._membership_change is not None:
+            self._membership_change.settle()
+        if self.spec.fallback or self._ordered.takes_devices:
+            raise ConfigError(
+                "sums of leaves go to reducers directly: leave REDUCTION_FALLBACK and "
+                "REDUCTION_HIERARCHY out"
+            )
+        present = self.present
+        if not len(present) <= count <= MAX_LEAVES:
+            raise ConfigError(
+                f"{len(present)} ranks need as many leaves at least, and {MAX_LEAVES} at most: "
+                f"got {count}"
+            )
+        share = Share(int(count), present, present.index(self.rank))
+        smallest = SHARD_ALIGNMENT * share.most_parts
+        if 0 < self.spec.chunk_bytes < smallest:
+            raise ConfigError(f"REDUCTION_CHUNK_BYTES must be {smallest} here at least")
+        return share
+
+    def _check_leaves(self, leaves: Share, data: Any, *, plain: bool) -> None:
+        if not plain or is_on_device(data):
+            raise ConfigError(
+                "leaves= takes an array or tensor in host memory, and no name, weight or residual"
+            )
+        if not isinstance(leaves, Share) or len(data) != len(leaves.parts):
+            raise ConfigError(
+                "leaves= takes what Client.leaves has returned, and data has one array for each of "
+                f"its parts: got {leaves!r:.80}, and {len(data)} arrays"
+            )
 
     def join(self, data: Any, stand_in: Callable[[Tensor], Any]) -> Work:
         """Start a sum that ends when all ranks have started it, and no call with a name is left.
@@ -559,10 +617,11 @@ class Client:
         data: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
-        *,
         weight: float | None,
         residual: Any,
+        *,
         exact: bool,
+        leaves: Share | None,
     ) -> Operation:
         """Start the all-reduce of a call without a name, and return it."""
         array = type(data) is np.ndarray  # which is no tensor, and asked faster
@@ -588,7 +647,12 @@ class Client:
             write_back=write_back,
             lead=self._ordered.wait,
             ended=call,
+            leaves=leaves,
         )
+        if leaves is not None:
+            call.nbytes = operation.nbytes
+            self._submit(operation)
+            return operation
         if self._casts or residual is not None:
             self._round(operation, view.nbytes, residual, exact)
         if weight is not None:
