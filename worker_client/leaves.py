@@ -3,7 +3,7 @@
     leaves = Leaves(model, 24, seed=1)                    # a step's batch is cut into 24 leaves
     sampler = LeafSampler(len(data), 24, 32, seed=1)
     for number in range(steps):
-        for step in leaves.attempts(number):              # once more where ranks were lost or joined
+        for step in leaves.attempts(number):              # again, where ranks are lost or join
             for leaf in step:                             # those of this rank
                 x, y = data[sampler.samples(number, leaf)]
                 loss(model(x), y).backward()
@@ -79,12 +79,12 @@ class Leaves:
                     "are dealt: use GroupNorm or LayerNorm"
                 )
         wanted = [each for each in model.parameters() if each.requires_grad]
-        if any(each.device.type != "cpu" for each in wanted):
-            if not torch.are_deterministic_algorithms_enabled():
-                log.warning(
-                    "gradients of a device are the same only with "
-                    "torch.use_deterministic_algorithms(True), and on devices of one kind"
-                )
+        on_device = any(each.device.type != "cpu" for each in wanted)
+        if on_device and not torch.are_deterministic_algorithms_enabled():
+            log.warning(
+                "gradients of a device are the same only with "
+                "torch.use_deterministic_algorithms(True), and on devices of one kind"
+            )
         self.buckets = [_Bucket(members, wire) for members in _cut(wanted[::-1], bucket_bytes)]
 
     def attempts(self, number: int) -> Iterator[Step]:

@@ -1,12 +1,14 @@
 """Sums of leaves: the same bits for any number of ranks and reducers, and whoever dies."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 from reducer.errors import ConfigError, MismatchError
 from reducer.wire.constants import ReduceOp
 from tests.conftest import joined, local_pool
-from tests.integration.calls import process_of
+from tests.integration.calls import process_of, reduced
 from tests.kernels.test_leaves import node, root
 from tests.ranks import environments
 from tests.ranks import ranks as run
@@ -41,15 +43,14 @@ def sums(clients, leaves, op="sum"):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("reducers", [1, 3])
 def test_the_bits_are_those_of_the_tree(ranks, reducers):
-    with local_pool(reducers) as servers:
-        with joined(ranks, servers=servers, job=f"leaves-{ranks}") as clients:
-            for count in (8, 24):
-                for size in SIZES:
-                    leaves = leaves_of(count, size)
-                    for op, kind in (("sum", ReduceOp.SUM), ("mean", ReduceOp.MEAN)):
-                        total = root(leaves, kind).tobytes()
-                        for rank, result in enumerate(sums(clients, leaves, op)):
-                            assert result.tobytes() == total, f"{rank=} {count=} {size=} {op=}"
+    job = f"leaves-{ranks}"
+    with local_pool(reducers) as servers, joined(ranks, servers=servers, job=job) as clients:
+        for count, size in product((8, 24), SIZES):
+            leaves = leaves_of(count, size)
+            for op, kind in (("sum", ReduceOp.SUM), ("mean", ReduceOp.MEAN)):
+                total = root(leaves, kind).tobytes()
+                for rank, result in enumerate(sums(clients, leaves, op)):
+                    assert result.tobytes() == total, f"{rank=} {count=} {size=} {op=}"
 
 
 def test_other_calls_and_other_leaves_in_between():
@@ -58,9 +59,7 @@ def test_other_calls_and_other_leaves_in_between():
     with local_pool(2) as servers, joined(4, servers=servers, job="between") as clients:
         for _ in range(3):
             ones = [np.ones(300_000, np.float32) for _ in clients]
-            for work in [client.all_reduce(one, "sum") for client, one in zip(clients, ones)]:
-                work.wait(30)
-            assert all((one == 4).all() for one in ones)
+            assert all((one == 4).all() for one in reduced(clients, ones, "sum"))
             for count in (4, 9):
                 total = root(leaves[:count], ReduceOp.SUM).tobytes()
                 assert {each.tobytes() for each in sums(clients, leaves[:count])} == {total}

@@ -46,9 +46,10 @@ def leaves_not_withdrawn(*_):
 def stale_leaves_taken(submit, self, operation):
     """Begin sums of leaves that were dealt among other ranks."""
     if operation.leaves is None:
-        return submit(self, operation)
-    with self._gate:
-        self._enter_call(ReplayEntry(operation))
+        submit(self, operation)
+    else:
+        with self._gate:
+            self._enter_call(ReplayEntry(operation))
 
 
 @MUTATIONS.instead_of(ElasticCommunicator, "_reconcile")

@@ -10,7 +10,7 @@ import random
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, pairwise
 from typing import NamedTuple
 from unittest.mock import patch
@@ -643,8 +643,8 @@ class World:
         self._plan = [self._draw_call() for _ in range(self.calls)]
         self._plan.append((DType.UINT8, ReduceOp.SUM, 1))
         self._pieces = [1] * (self.calls + 1)  # all-reduces of each call
-        self.odd = {}
-        self._began = {}
+        self.odd, self._began = {}, {}
+        self._leaves_rng = random.Random(f"leaves {seed}")
         self._amid = defaultdict(set)  # in flight with each call
         self._numbers = {}
         self.partitioned = set()  # (rank, reducer)
@@ -666,7 +666,6 @@ class World:
             self.odd = {number: Odd(rng.choice(ODD_KINDS), rank) for number in odd}
         if self.world_size == 1:
             self.odd.clear()  # with whom it could disagree
-        self._leaves = self._draw_leaves(random.Random(f"leaves {seed}"))
         common = (self.world_size, self.addresses, window, CHUNK_BYTES, self.group is not None)
         spec = JobSpec(
             "job",
@@ -719,8 +718,10 @@ class World:
         op = self.rng.choice((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN))
         return dtype, op, self.rng.choice((0, 1, 16, 33, 100, 257, 700))
 
-    def _draw_leaves(self, rng):
+    @cached_property
+    def _leaves(self):
         """Of each call: how many leaves it sums, 0 if it is no such."""
+        rng = self._leaves_rng
         if self.group is not None:
             return [0] * len(self._plan)
         counts = [rng.choice((0, rng.randint(1, 4))) * self.world_size for _ in self._plan]

@@ -335,7 +335,14 @@ class Client:
                 if shape:
                     raise ConfigError("shape= is compared in calls with a name: give name= as well")
                 operation = self._start(
-                    call, data, op, timeout, weight, residual, exact=exact, leaves=leaves
+                    call,
+                    data,
+                    op,
+                    timeout,
+                    weight=weight,
+                    residual=residual,
+                    exact=exact,
+                    leaves=leaves,
                 )
             except BaseException as error:
                 self._given_up.append((call, error))  # first: a second interrupt may follow
@@ -617,9 +624,9 @@ class Client:
         data: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
+        *,
         weight: float | None,
         residual: Any,
-        *,
         exact: bool,
         leaves: Share | None,
     ) -> Operation:
