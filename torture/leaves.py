@@ -94,13 +94,13 @@ class Life:
 
 
 def live(
-    lab: Lab, chance: random.Random, ranks: int, steps: int, leaves: int, events: list[str]
+    lab: Lab, chance: random.Random, ranks: int, arguments: list[str], events: list[str]
 ) -> set[str]:
     """Train beside deaths, which are taken out of `events`; return the fingerprints."""
     with ExitStack() as stack:
         reducers = pool.start(lab.hosts[1:])
         stack.callback(lambda: [reducer.close() for reducer in reducers])
-        life = Life(lab, [reducer.address for reducer in reducers], [str(steps), str(leaves)])
+        life = Life(lab, [reducer.address for reducer in reducers], arguments)
         stack.callback(lambda: [rank.end() for rank in life.ranks])
         for rank in range(ranks):
             life.start(RANK=str(rank), WORLD_SIZE=str(ranks))
@@ -124,7 +124,7 @@ def live(
         return set(life.ends.values())
 
 
-def main(
+def main(  # noqa: PLR0917 (options have names on the command line)
     losses: Annotated[int, typer.Option(min=0, help="Ranks that die; one joins for each.")] = 200,
     kills: Annotated[int, typer.Option(min=0, help="Reducers that die.")] = 100,
     ranks: Annotated[int, typer.Option(min=3, help="Ranks.")] = 5,
@@ -134,16 +134,17 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Of instants and victims.")] = 0,
 ) -> None:
     """Train again and again until all have died, and compare the weights with calm ones."""
-    chance = random.Random(seed)
+    chance = random.Random(seed)  # noqa: S311 (to be repeated)
+    arguments = [str(steps), str(leaves)]
     events = ["rank"] * losses + ["reducer"] * kills
     chance.shuffle(events)
     found, lives = set(), 0
     with options.command("torture.leaves"), Lab.loopback(1 + reducers) as lab:
-        right = live(lab, chance, ranks, steps, leaves, [])
+        right = live(lab, chance, ranks, arguments, [])
         while events:
             lives += 1
             left = len(events)
-            found |= live(lab, chance, ranks, steps, leaves, events)
+            found |= live(lab, chance, ranks, arguments, events)
             print(f"# training {lives}: {left - len(events)} died, {len(events)} left", flush=True)
     same = found == right and len(right) == 1
     print(f"{losses} ranks and {kills} reducers died in {lives} trainings of {steps} steps")

@@ -1,6 +1,8 @@
 """One rank of `torture.leaves`: a training with leaves, which prints its steps and at last a hash.
 
-python -m torture.leaves_rank STEPS LEAVES [join]
+    python -m torture.leaves_rank STEPS LEAVES [join]
+
+Its settings are in its environment.
 """
 
 import hashlib

@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections import Counter, defaultdict
+from functools import partial
 
 import numpy as np
 
@@ -219,6 +220,9 @@ class Rank:
         share = Share(self._training.leaves, present, present.index(self.number))
         pending = []
         for place in range(IN_FLIGHT):
+            computed = []  # a backward pass takes a while, in which ranks may be lost
+            self._training.later(partial(computed.append, None))
+            self._await(lambda: bool(computed))  # noqa: B023 (within this turn)
             sums = [sum(value(leaf, step, place) for leaf in part) for part in share.parts]
             pending.append(self._all_reduce(sums, ReduceOp.SUM, share))
         for _, ended in pending:
