@@ -81,6 +81,11 @@ class Life:
             if place in self.steps and place not in self.ends and rank.ended is None
         ]
 
+    def end(self) -> None:
+        """Kill all ranks."""
+        for rank in self.ranks:
+            rank.end()
+
     def until(self, done: Any) -> None:
         """Wait, and say who is where if that lasts too long."""
         until = time.monotonic() + PATIENCE_S
@@ -99,9 +104,9 @@ def live(
     """Train beside deaths, which are taken out of `events`; return the fingerprints."""
     with ExitStack() as stack:
         reducers = pool.start(lab.hosts[1:])
-        stack.callback(lambda: [reducer.close() for reducer in reducers])
+        stack.callback(end_all, reducers)
         life = Life(lab, [reducer.address for reducer in reducers], arguments)
-        stack.callback(lambda: [rank.end() for rank in life.ranks])
+        stack.callback(life.end)
         for rank in range(ranks):
             life.start(RANK=str(rank), WORLD_SIZE=str(ranks))
         life.until(lambda: len(life.at_work()) == ranks or life.ends)
@@ -122,6 +127,12 @@ def live(
             events.pop()
         life.until(lambda: not life.at_work())
         return set(life.ends.values())
+
+
+def end_all(reducers: list[pool.Reducer]) -> None:
+    """Kill reducers: those that are there by then."""
+    for reducer in reducers:
+        reducer.close()
 
 
 def main(  # noqa: PLR0917 (options have names on the command line)

@@ -36,6 +36,12 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 64 << 20
 _WIRE_TYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_BATCH_NORMS = (
+    torch.nn.BatchNorm1d,
+    torch.nn.BatchNorm2d,
+    torch.nn.BatchNorm3d,
+    torch.nn.SyncBatchNorm,
+)
 _FACTS = 4  # of a step, beside its gradients: weight, threads, their square, subtrees
 
 log = logging.getLogger(__name__)
@@ -73,7 +79,7 @@ class Leaves:
             )
         wire = _WIRE_TYPES[self.client.wire_dtype]
         for name, module in model.named_modules():
-            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):  # noqa: SLF001
+            if isinstance(module, _BATCH_NORMS):
                 raise ConfigError(
                     f"{name} ({type(module).__name__}) has statistics that depend on how leaves "
                     "are dealt: use GroupNorm or LayerNorm"
@@ -85,16 +91,16 @@ class Leaves:
                 "gradients of a device are the same only with "
                 "torch.use_deterministic_algorithms(True), and on devices of one kind"
             )
-        self.buckets = [_Bucket(members, wire) for members in _cut(wanted[::-1], bucket_bytes)]
+        self.buckets = [_Counter(members, wire) for members in _cut(wanted[::-1], bucket_bytes)]
 
-    def attempts(self, number: int) -> Iterator[Step]:
+    def attempts(self, number: int) -> Iterator[LeafStep]:
         """Return a step, and another one for each time that ranks were lost or joined in it.
 
         Args:
             number: of the step, for the random numbers of its leaves.
         """
         while True:
-            step = Step(self, number)
+            step = LeafStep(self, number)
             yield step
             try:
                 step.reduce()
@@ -104,7 +110,7 @@ class Leaves:
             return
 
 
-class Step:
+class LeafStep:
     """One step, or one attempt at it; iterated over, it gives the numbers of this rank's leaves.
 
     Attributes:
@@ -169,14 +175,14 @@ class Step:
                 self._submit(self._begun + 1)
 
         return [
-            member.register_post_accumulate_grad_hook(partial(done, place))
+            member.register_post_accumulate_grad_hook(partial(done, place))  # type: ignore[no-untyped-call]
             for place, bucket in enumerate(self._leaves.buckets)
             for member in bucket.members
         ]
 
     def _submit(self, end: int) -> None:
         for bucket in self._leaves.buckets[self._begun : end]:
-            self._works.append(self._client.all_reduce(bucket.sums, "sum", leaves=self.share))
+            self._works.append(self._client.reduce_leaves(bucket.sums, self.share))
         self._begun = end
 
     def reduce(self) -> None:
@@ -185,7 +191,7 @@ class Step:
         Raises:
             LeavesMovedError: ranks were lost or have joined: all ranks make the step again.
             MismatchError: ranks compute with different numbers of threads.
-            ReductionError: as `Client.all_reduce`.
+            ReductionError: as `Client.reduce_leaves`.
         """
         if self._expected != self.share.numbers.stop:
             raise ConfigError(f"leaf {self._expected} is missing")
@@ -193,7 +199,7 @@ class Step:
         facts = np.zeros((len(self.share.parts), _FACTS), np.int64)
         facts[:, 1:] = threads, threads**2, 1
         facts[0, 0] = self._weight
-        self._works.append(self._client.all_reduce(facts, "sum", leaves=self.share))
+        self._works.append(self._client.reduce_leaves(facts, self.share))
         failures = []
         for work in self._works:  # all of them, so that the next call follows at every rank
             try:
@@ -244,7 +250,7 @@ class LeafSampler:
         return samples
 
 
-class _Bucket:
+class _Counter:
     """Gradients of some parameters, and their sums over leaves so far, added as a counter adds.
 
     Attributes:

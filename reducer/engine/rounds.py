@@ -268,7 +268,8 @@ class Reductions:
     ) -> list[Send]:
         """Send a result to all that have contributed."""
         members = [job.members[rank] for rank in slot.ranks() if rank in job.members]
-        nbytes, taken = slot.nbytes, [len(slot.payloads[member.rank]) for member in members]
+        nbytes, payloads = slot.nbytes, slot.payloads
+        taken = [len(payloads[member.rank] or b"") for member in members]
         round_.finish(header.offset, len(members))
         for member, held in zip(members, taken, strict=True):
             if round_.left_since(member.rank) is None:

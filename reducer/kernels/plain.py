@@ -118,7 +118,7 @@ def _fold_leaves(
     sources: list[Array], depths: Sequence[int], leaves: int, dtype: DType, op: ReduceOp
 ) -> Array:
     """Combine subtrees as the tree of leaves does; every node is a value of the element's type."""
-    memory_type, nodes = _MEMORY_TYPES[dtype], []
+    memory_type, nodes = _MEMORY_TYPES[dtype], list[Array]()
     for source, depth in zip(sources, depths, strict=True):
         node = source.view(memory_type)
         while len(nodes) >= depth:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from reducer.errors import LocalProtocolError, RemoteProtocolError
-from reducer.wire.constants import SHARD_ALIGNMENT, DType
+from reducer.wire.constants import DType
 from reducer.wire.header import check_chunk
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from reducer.wire.header import Buffer, Header
 
 MAX_LEAVES = 1 << 16
+_LARGEST_ELEMENT = 8  # bytes
 
 
 def dealt(leaves: int, world_size: int, rank: int) -> range:
@@ -92,7 +93,12 @@ class Share:
 
     def chunk_bytes(self, usual: int) -> int:
         """Return the size of chunks of which a contribution with all subtrees is not larger."""
-        return max(usual >> (self.most_parts - 1).bit_length(), SHARD_ALIGNMENT)
+        return max(usual >> (self.most_parts - 1).bit_length(), _LARGEST_ELEMENT)
+
+    @property
+    def least_chunk_bytes(self) -> int:
+        """Bytes that a usual chunk must have, so that there is one for all subtrees."""
+        return _LARGEST_ELEMENT << (self.most_parts - 1).bit_length()
 
 
 def split(contributions: Sequence[Buffer], nbytes: int, count: int) -> list[Buffer]:

@@ -34,7 +34,7 @@ def sums(clients, leaves, op="sum"):
     for client in clients:
         share = client.leaves(len(leaves))
         given.append(subtree_sums(leaves, share))
-        works.append(client.all_reduce(given[-1], op, leaves=share))
+        works.append(client.reduce_leaves(given[-1], share, op))
     for work in works:
         work.wait(30)
     return [array[0] for array in given]
@@ -75,7 +75,7 @@ def test_a_reducer_dies_in_between():
             share = client.leaves(24)
             for _ in range(8):
                 given.append(subtree_sums(leaves, share))
-                works.append(client.all_reduce(given[-1], "sum", leaves=share))
+                works.append(client.reduce_leaves(given[-1], share))
         process_of(servers[1]).kill()
         for work in works:
             work.wait(30)
@@ -88,7 +88,7 @@ def test_ranks_that_disagree_on_the_leaves_are_told():
         for client, count in zip(clients, (4, 8), strict=True):
             share = client.leaves(count)
             array = np.ones((len(share.parts), 10), np.float32)
-            works.append(client.all_reduce(array, "sum", leaves=share))
+            works.append(client.reduce_leaves(array, share))
         for work in works:
             with pytest.raises(MismatchError, match="leaves"):
                 work.wait(10)
@@ -102,9 +102,9 @@ def test_what_cannot_be_is_refused():
                 client.leaves(count)
         share = client.leaves(3)
         with pytest.raises(ConfigError, match="one array for each"):
-            client.all_reduce(np.ones((len(share.parts) + 1, 4), np.float32), leaves=share)
-        with pytest.raises(ConfigError, match="no name"):
-            client.all_reduce(np.ones((len(share.parts), 4), np.float32), name="a", leaves=share)
+            client.reduce_leaves(np.ones((len(share.parts) + 1, 4), np.float32), share)
+        with pytest.raises(ConfigError, match=r"Client\.leaves"):
+            client.reduce_leaves(np.ones((3, 4), np.float32), 3)
 
 
 def fingerprints(ranks, reducers, count, **settings):

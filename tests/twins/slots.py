@@ -194,7 +194,7 @@ class Round:
         for slot in slots.values():
             self._close(slot)
         return (
-            (rank, cost(len(slot.payloads[rank])))
+            (rank, cost(len(slot.payloads[rank] or b"")))
             for slot in slots.values()
             for rank in slot.ranks()
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
-from reducer.wire.constants import MAX_JOB_NAME_BYTES, SHARD_ALIGNMENT, DType, ReduceOp
+from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
 from reducer.wire.leaves import MAX_LEAVES, Share
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
@@ -250,7 +250,6 @@ class Client:
         residual: Any = None,
         exact: bool = False,
         shape: str = "",
-        leaves: Share | None = None,
     ) -> Work:
         """Replace `data` by its reduction over all ranks; every rank gets the same bits.
 
@@ -283,10 +282,6 @@ class Client:
                 it has ended; after an error restore a copy to make the step again.
             exact: whether `data` travels as it is, whatever the wire's type; the same at every
                 rank.
-            leaves: what `leaves` has returned, if this is a sum of leaves. `data` then has a first
-                axis: one array for each of ``leaves.parts``, the sum of its leaves as the tree of
-                leaves has it; ``data[0]`` gets the result, a mean's is over all leaves. In host
-                memory, and without name, weight and residual; it travels as it is.
             shape: with a name: any text that is to be the same at every rank, such as the shape of
                 what `data` was made of; ranks that differ in it get a MismatchError.
 
@@ -297,11 +292,7 @@ class Client:
             ConfigError: `data` or another argument is not supported.
             LocalProtocolError: the client was shut down, or belongs to the parent process.
             DeviceError: a device failed, now or in an earlier call.
-            LeavesMovedError: from `Work.wait`, with `leaves`: ranks have gone or come since; all
-                ranks make the step again.
         """
-        if leaves is not None:
-            self._check_leaves(leaves, data, plain=(name, weight, residual) == (None,) * 3)
         if name is not None:
             # All is done in there: what interrupts it, or refuses the call, uses up its number.
             check = partial(self._check_named, weight, residual, exact, shape)
@@ -322,36 +313,44 @@ class Client:
             if self.observer is not None:
                 self.observer.begun(name, data, op, work)
             return work
-        if service_thread.forks != self._forks:  # now: who held the lock is not in this process
-            self._check_usable()
-        call = _flight.MeteredCall(self._meter)
-        with self._order:
-            try:
-                call.begin()  # first: a call that is interrupted in a function below has a number
-                if self._given_up:
-                    self._give_up()
-                if self._casts:
-                    self._check_usable()  # before a residual is used up; others see it later
-                if shape:
-                    raise ConfigError("shape= is compared in calls with a name: give name= as well")
-                operation = self._start(
-                    call,
-                    data,
-                    op,
-                    timeout,
-                    weight=weight,
-                    residual=residual,
-                    exact=exact,
-                    leaves=leaves,
-                )
-            except BaseException as error:
-                self._given_up.append((call, error))  # first: a second interrupt may follow
-                self._give_up()
-                self._observe_refusal(None, data, op, error)
-                raise
-            if self.observer is not None:
-                self.observer.begun(None, data, op, operation)
-            return operation
+        start = partial(
+            self._start,
+            data=data,
+            op=op,
+            timeout=timeout,
+            weight=weight,
+            residual=residual,
+            exact=exact,
+            shape=shape,
+        )
+        return self._begin(start, data, op)
+
+    def reduce_leaves(
+        self,
+        sums: Any,
+        share: Share,
+        op: str | ReduceOp = ReduceOp.SUM,
+        *,
+        timeout: float | str | None = None,
+    ) -> Work:
+        """Replace ``sums[0]`` by the reduction over all leaves of a step, in the order of calls.
+
+        Args:
+            sums: NumPy array or torch tensor in host memory with a first axis: for each of
+                ``share.parts`` the reduction of its leaves, as the tree has it. Travels as it is.
+            share: what `leaves` has returned.
+            op: as in `all_reduce`; a mean is over all leaves.
+            timeout: as in `all_reduce`.
+
+        Returns:
+            A handle, as `all_reduce`. Its `wait` may raise a LeavesMovedError as well: ranks were
+            lost or have joined since, and all ranks make the step again.
+
+        Raises:
+            ConfigError, LocalProtocolError: as `all_reduce`.
+        """
+        start = partial(self._start_leaves, sums=sums, share=share, op=op, timeout=timeout)
+        return self._begin(start, sums, op)
 
     def leaves(self, count: int) -> Share:
         """Deal the leaves of a step among the ranks that are present.
@@ -385,21 +384,12 @@ class Client:
                 f"got {count}"
             )
         share = Share(int(count), present, present.index(self.rank))
-        smallest = SHARD_ALIGNMENT * share.most_parts
-        if 0 < self.spec.chunk_bytes < smallest:
-            raise ConfigError(f"REDUCTION_CHUNK_BYTES must be {smallest} here at least")
+        if 0 < self.spec.chunk_bytes < share.least_chunk_bytes:
+            raise ConfigError(
+                f"REDUCTION_CHUNK_BYTES must be {share.least_chunk_bytes} at least for {count} "
+                f"leaves of {len(present)} ranks"
+            )
         return share
-
-    def _check_leaves(self, leaves: Share, data: Any, *, plain: bool) -> None:
-        if not plain or is_on_device(data):
-            raise ConfigError(
-                "leaves= takes an array or tensor in host memory, and no name, weight or residual"
-            )
-        if not isinstance(leaves, Share) or len(data) != len(leaves.parts):
-            raise ConfigError(
-                "leaves= takes what Client.leaves has returned, and data has one array for each of "
-                f"its parts: got {leaves!r:.80}, and {len(data)} arrays"
-            )
 
     def join(self, data: Any, stand_in: Callable[[Tensor], Any]) -> Work:
         """Start a sum that ends when all ranks have started it, and no call with a name is left.
@@ -618,19 +608,78 @@ class Client:
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
+    def _begin(
+        self, start: Callable[[_flight.MeteredCall], Operation], data: Any, op: str | ReduceOp
+    ) -> Operation:
+        """Make a call without a name, whatever becomes of `start`."""
+        if service_thread.forks != self._forks:  # now: who held the lock is not in this process
+            self._check_usable()
+        call = _flight.MeteredCall(self._meter)
+        with self._order:
+            try:
+                call.begin()  # first: a call that is interrupted in a function below has a number
+                if self._given_up:
+                    self._give_up()
+                if self._casts:
+                    self._check_usable()  # before a residual is used up; others see it later
+                operation = start(call)
+            except BaseException as error:
+                self._given_up.append((call, error))  # first: a second interrupt may follow
+                self._give_up()
+                self._observe_refusal(None, data, op, error)
+                raise
+            if self.observer is not None:
+                self.observer.begun(None, data, op, operation)
+            return operation
+
+    def _start_leaves(
+        self,
+        call: _flight.MeteredCall,
+        *,
+        sums: Any,
+        share: Share,
+        op: str | ReduceOp,
+        timeout: float | str | None,
+    ) -> Operation:
+        if not isinstance(share, Share) or len(sums) != len(share.parts):
+            raise ConfigError(
+                "reduce_leaves() takes one array for each part of what Client.leaves has returned: "
+                f"got {len(sums)} for {share!r:.80}"
+            )
+        view, dtype, write_back = host_buffer(sums)
+        reduction, timeout_s = parse(dtype, op, None, timeout, self.timeout_s)
+        operation = Operation(
+            view,
+            dtype,
+            reduction,
+            None,
+            timeout_s,
+            call=call,
+            data=sums,
+            write_back=write_back,
+            lead=self._ordered.wait,
+            ended=call,
+            leaves=share,
+        )
+        call.nbytes = operation.nbytes
+        self._submit(operation)
+        return operation
+
     def _start(
         self,
         call: _flight.MeteredCall,
+        *,
         data: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
-        *,
         weight: float | None,
         residual: Any,
         exact: bool,
-        leaves: Share | None,
+        shape: str,
     ) -> Operation:
         """Start the all-reduce of a call without a name, and return it."""
+        if shape:
+            raise ConfigError("shape= is compared in calls with a name: give name= as well")
         array = type(data) is np.ndarray  # which is no tensor, and asked faster
         if self._stages and not array and is_on_device(data):
             self._check_usable()
@@ -654,12 +703,7 @@ class Client:
             write_back=write_back,
             lead=self._ordered.wait,
             ended=call,
-            leaves=leaves,
         )
-        if leaves is not None:
-            call.nbytes = operation.nbytes
-            self._submit(operation)
-            return operation
         if self._casts or residual is not None:
             self._round(operation, view.nbytes, residual, exact)
         if weight is not None:

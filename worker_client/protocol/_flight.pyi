@@ -104,6 +104,7 @@ class OperationState(Call):
         write_back: Callable[[], object] | None = None,
         lead: Lead | None = None,
         ended: Ended | None = None,
+        leaves: Share | None = None,
     ) -> None: ...
 
 class CompiledFlight:
