@@ -52,6 +52,7 @@ PARTS = {  # of the table of contents: pages, and titles that are shorter than t
         "docs/upgrading": "Upgrading",
         "docs/security": "Keys and limits",
         "docs/slow-links": "Slow links",
+        "docs/leaves": "Leaves",
         "docs/performance": "Performance",
     },
     "Reference": {

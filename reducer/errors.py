@@ -127,6 +127,10 @@ class MembershipError(ReductionError):
     """The process is not, or may not become, a member of the job."""
 
 
+class LeavesMovedError(MembershipError):
+    """Ranks were lost or joined since the leaves of this step were dealt: make the step again."""
+
+
 class StaleGenerationError(_WithFacts, MembershipError):
     """The job has moved on to a later generation, or still has members of an earlier run."""
 

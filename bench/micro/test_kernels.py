@@ -195,6 +195,29 @@ def test_sum(
     memory.check(out, ReduceOp.SUM)
 
 
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16], ids=named)
+@pytest.mark.parametrize(("inputs", "nbytes"), SHAPES)
+def test_leaves(benchmark: BenchmarkFixture, inputs: int, nbytes: int, dtype: DType) -> None:
+    """A tree over as many leaves as inputs, beside the chain that `test_sum` has."""
+    memory = Memory(dtype, inputs, nbytes)
+    add, pair = kernels.select().reduce_leaves, kernels.select().reduce
+
+    def tree() -> Array:
+        sources, out = next(memory.sets)
+        add(sources, range(1, inputs + 1), out, dtype, ReduceOp.SUM)
+        return out
+
+    describe(benchmark, dtype, inputs, nbytes)
+    out = benchmark(tree)
+    rows, _ = next(memory.sets)
+    while len(rows) > 1:
+        both = [np.empty_like(rows[0]) for _ in rows[::2]]
+        for at, target in enumerate(both):
+            pair(rows[2 * at : 2 * at + 2], target, dtype, ReduceOp.SUM)
+        rows = both
+    assert (out == rows[0]).all()
+
+
 @GRADIENTS
 @pytest.mark.parametrize(("inputs", "nbytes"), SHAPES)
 def test_chain(benchmark: BenchmarkFixture, inputs: int, nbytes: int, dtype: DType) -> None:

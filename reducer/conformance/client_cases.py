@@ -41,8 +41,8 @@ _ELEMENTS = {"sequence", "total_bytes", "offset", "nbytes", "epoch", "dtype", "o
 _ELEMENTS |= {"since", "tag", "history"}
 USED = {  # fields of the header besides job, generation, rank and watermark, which all may have
     M.HELLO: {"window"},
-    M.CONTRIBUTION: _ELEMENTS,
-    M.RETAINED: _ELEMENTS,
+    M.CONTRIBUTION: _ELEMENTS | {"window"},
+    M.RETAINED: _ELEMENTS | {"window"},
     M.ABORT: {"sequence", "epoch", "nbytes"},
     M.STRAGGLERS: {"sequence"},
     M.CREDIT: {"window"},

@@ -207,11 +207,11 @@ cdef class Round:
                 raise MemoryError
             return self._slot(at)
         source = payload
-        message = block_take(self._of.c.pool, header.nbytes)
+        message = block_take(self._of.c.pool, len(payload))
         if message == NULL:
             raise MemoryError
-        if header.nbytes:
-            memcpy(message.data, &source[0], header.nbytes)
+        if len(payload):
+            memcpy(message.data, &source[0], len(payload))
         at = round_place(&self._of.c, self.it(), contribution, message)
         if at == NULL:
             block_drop(self._of.c.pool, message)
@@ -256,7 +256,7 @@ cdef class Round:
         for at in self._open_slots():
             for rank in range(self._of.c.world_size):
                 if at.c.payloads.present[rank] == PRESENT:
-                    taken.append((rank, cost(at.c.nbytes)))
+                    taken.append((rank, cost(at.c.payloads.blocks[rank].nbytes)))
             round_drop(&self._of.c, self.it(), at.c)
         return taken
 

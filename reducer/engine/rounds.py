@@ -40,6 +40,7 @@ from reducer.wire.constants import (
 )
 from reducer.wire.header import Buffer, Header, check_chunk
 from reducer.wire.layout import cost
+from reducer.wire.leaves import check_contribution, parts, split
 from reducer.wire.messages import (
     MAX_NAMED_RANKS,
     Stragglers,
@@ -119,7 +120,7 @@ class Reductions:
 
     def contribution(self, job: Job, member: Member, header: Header, payload: Buffer) -> list[Send]:
         """Take a member's CONTRIBUTION."""
-        check_chunk(header, len(payload), job.max_chunk_bytes)
+        check_contribution(header, len(payload), job.world_size, job.max_chunk_bytes)
         _check_sequence(header, member)
         self._advance(job, member, header.watermark)
         if header.sequence < member.watermark:
@@ -169,7 +170,7 @@ class Reductions:
             if error is not None:
                 return self.fail(job, header.sequence, round_, error)
         if payload is not None:
-            _check_window(job, member, header)
+            _check_window(job, member, len(payload))
         try:
             slot = self._place(job, member, round_, header, payload)
         except ReductionError as error:
@@ -218,14 +219,15 @@ class Reductions:
     ) -> Slot:
         if not round_.is_open(header.offset):
             _check_presence(job)
-            self._make_room(job, SLOT_BYTES + job.world_size * PLACE_BYTES + cost(header.nbytes))
+            taken = cost(len(payload or b""))
+            self._make_room(job, SLOT_BYTES + job.world_size * PLACE_BYTES + taken)
         if payload is None:
             self.counters.claims += 1
             return round_.place(header, None)
         slot = round_.place(header, payload)
-        member.held += cost(header.nbytes)
+        member.held += cost(len(payload))
         self.counters.contributions += 1
-        self.counters.bytes_in += header.nbytes
+        self.counters.bytes_in += len(payload)
         return slot
 
     def _complete(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
@@ -251,7 +253,14 @@ class Reductions:
     def _reduce(self, job: Job, round_: Round, slot: Slot, header: Header) -> list[Send]:
         result = np.empty(slot.nbytes, np.uint8)
         contributions = [payload for payload in slot.payloads if payload is not None]
-        self.kernels.reduce(contributions, result, DType(header.dtype), ReduceOp(header.op))
+        dtype, op = DType(header.dtype), ReduceOp(header.op)
+        if header.window:
+            ranks = (parts(header.window, job.world_size, rank) for rank in range(job.world_size))
+            ends = [subtree.stop for subtrees in ranks for subtree in subtrees]
+            subtrees = split(contributions, slot.nbytes, len(ends))
+            self.kernels.reduce_leaves(subtrees, ends, result, dtype, op)
+        else:
+            self.kernels.reduce(contributions, result, dtype, op)
         return self._deliver(job, round_, slot, header, result)
 
     def _deliver(
@@ -259,11 +268,12 @@ class Reductions:
     ) -> list[Send]:
         """Send a result to all that have contributed."""
         members = [job.members[rank] for rank in slot.ranks() if rank in job.members]
-        nbytes = slot.nbytes
+        nbytes, payloads = slot.nbytes, slot.payloads
+        taken = [len(payloads[member.rank] or b"") for member in members]
         round_.finish(header.offset, len(members))
-        for member in members:
+        for member, held in zip(members, taken, strict=True):
             if round_.left_since(member.rank) is None:
-                member.held -= cost(nbytes)
+                member.held -= cost(held)
         self.counters.results += len(members)
         self.counters.bytes_out += len(members) * nbytes
         frame = (
@@ -389,10 +399,10 @@ def _without_sender(header: Header) -> Header:
     return header._replace(watermark=0, rank=0, since=0, history=0)
 
 
-def _check_window(job: Job, member: Member, header: Header) -> None:
+def _check_window(job: Job, member: Member, nbytes: int) -> None:
     # An ABORT that has made room comes over the first connection of a link, and may be overtaken.
     windows = 2 if len(job.links[member.rank].peers) > 1 else 1
-    if member.held + cost(header.nbytes) > windows * member.window + job.spare:
+    if member.held + cost(nbytes) > windows * member.window + job.spare:
         raise CapacityError(
             f"rank {member.rank} exceeded its window of {member.window} bytes", limit="window"
         )

@@ -160,7 +160,7 @@ struct slot *round_place(struct rounds *rounds, struct round *round, const struc
     }
     lateness_record(&rounds->lateness, header->rank, round->sequence, rounds->now_us,
                     slot->missing == 0 && slot->claims == 0 ? slot->alone_us : 0);
-    rounds->traffic.bytes_in += slot->nbytes;
+    rounds->traffic.bytes_in += payload->nbytes;
     if (round->timestamps.begun_us == 0) {
         round->timestamps.begun_us = rounds->now_us;
         round->timestamps.first_rank = header->rank;
@@ -297,7 +297,8 @@ static bool may_open(const struct rounds *rounds, uint64_t cost)
 static bool agrees(const struct header *first, const struct header *header)
 {
     return header->total_bytes == first->total_bytes && header->dtype == first->dtype &&
-           header->op == first->op && header->tag == first->tag && header->epoch == first->epoch &&
+           header->op == first->op && header->window == first->window &&
+           header->tag == first->tag && header->epoch == first->epoch &&
            (header->since != first->since || header->history == first->history);
 }
 
@@ -319,7 +320,10 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
     if (rounds->members == NULL || !member->regular || header->job != rounds->job ||
         header->generation != rounds->generation || header->rank != member->rank)
         return IRREGULAR;
-    if (!header_chunk_is_sound(header, payload->nbytes, rounds->max_chunk_bytes))
+    uint32_t parts = leaves_parts(header, rounds->world_size, header->rank);
+    uint64_t cost = window_cost(payload->nbytes);
+    if (parts == 0 || payload->nbytes % parts != 0 || payload->nbytes > rounds->max_chunk_bytes ||
+        !header_chunk_is_sound(header, payload->nbytes / parts, rounds->max_chunk_bytes))
         return IRREGULAR;
     uint64_t watermark =
         header->watermark > member->watermark ? header->watermark : member->watermark;
@@ -327,7 +331,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
         return IRREGULAR;
     if (may_end_agreement(rounds, header->sequence))
         return IRREGULAR;
-    if (member->held + window_cost(header->nbytes) > window_limit(member, rounds))
+    if (member->held + cost > window_limit(member, rounds))
         return IRREGULAR;
     struct round *in = map_get(&rounds->by_sequence, header->sequence);
     struct slot *at = NULL;
@@ -342,7 +346,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
             at->nbytes != header->nbytes)
             return IRREGULAR;
     }
-    if (at == NULL && !may_open(rounds, window_cost(header->nbytes)))
+    if (at == NULL && !may_open(rounds, cost))
         return IRREGULAR;
     if (in == NULL && rounds->by_sequence.count >= rounds->limit)
         return IRREGULAR;
@@ -358,7 +362,7 @@ enum verdict rounds_offer(struct rounds *rounds, struct member *member, const st
     if (watermark > member->watermark)
         advance(rounds, member, watermark); /* the round is above, so it stays */
     in->spoke[header->rank] = 1;
-    member->held += window_cost(header->nbytes);
+    member->held += cost;
     *round = in;
     *slot = at;
     return at->missing == 0 ? COMPLETE : PLACED;

@@ -11,7 +11,7 @@
 #include "lateness.h"
 #include "map.h"
 #include "traffic.h"
-#include "reducer/wire/header.h"
+#include "reducer/wire/leaves.h"
 #include "reducer/zmtp/block.h"
 
 /* One rank of a job. */

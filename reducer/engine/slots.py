@@ -81,6 +81,8 @@ def check_agreement(header: Header, first: Header | None) -> None:
     if header.op != first.op:
         names = ReduceOp(first.op).name.lower(), ReduceOp(header.op).name.lower()
         raise _mismatch(header, "op", first.rank, *names)
+    if header.window != first.window:
+        raise _mismatch(header, "leaves", first.rank, first.window, header.window)
     if header.epoch != first.epoch:
         raise mismatch_of_epochs(header, first)
     if header.tag != first.tag:

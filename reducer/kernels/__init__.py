@@ -41,6 +41,27 @@ class Kernels(Protocol):
             LocalProtocolError: the buffers do not fit together; the message says which and why.
         """
 
+    def reduce_leaves(
+        self,
+        inputs: Sequence[BytesLike],
+        ends: Sequence[int],
+        out: BytesLike,
+        dtype: DType,
+        op: ReduceOp,
+    ) -> None:
+        """Write the tree over leaves to `out`, of which each input is a subtree.
+
+        Args:
+            inputs: all of them, in the order of their leaves; as in `reduce`.
+            ends: of each, the number after that of its last leaf (`reducer.wire.leaves.parts`).
+            out: as in `reduce`.
+            dtype: no blocks.
+            op: reduction.
+
+        Raises:
+            ConfigError, LocalProtocolError: as `reduce`.
+        """
+
 
 def _usable() -> dict[str, Kernels]:
     """Return the variants of this machine by name, best first."""

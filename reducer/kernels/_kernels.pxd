@@ -1,11 +1,15 @@
 """The compiled kernels, for the compiled loops: `fold.h` declared once."""
 
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint8_t, uint64_t
 
 
 cdef extern from "reducer/kernels/fold.h" nogil:
     ctypedef void (*fold_fn)(
         void *out, const void *const *inputs, size_t n, size_t count
+    ) noexcept nogil
+    ctypedef void (*fold_leaves_fn)(
+        void *out, const void *const *inputs, const uint8_t *depths, size_t n, size_t leaves,
+        size_t count
     ) noexcept nogil
     ctypedef uint64_t (*read_fn)(
         const void *const *inputs, size_t n, size_t nbytes
@@ -19,10 +23,15 @@ cdef extern from "reducer/kernels/fold.h" nogil:
         const char *name
         read_fn read
         fold_fn fold[9][6]
+        fold_leaves_fn leaves[9][6]
 
     size_t fold_usable(const fold_table **usable) noexcept
     void fold_run(
         fold_fn fold, void *out, const void *const *inputs, size_t n, size_t count
+    ) noexcept
+    void fold_leaves_run(
+        fold_leaves_fn fold, void *out, const void *const *inputs, const uint8_t *depths, size_t n,
+        size_t leaves, size_t count
     ) noexcept
 
 

@@ -10,6 +10,14 @@ class CompiledKernels:
     def reduce(
         self, inputs: Sequence[BytesLike], out: BytesLike, dtype: DType, op: ReduceOp
     ) -> None: ...
+    def reduce_leaves(
+        self,
+        inputs: Sequence[BytesLike],
+        ends: Sequence[int],
+        out: BytesLike,
+        dtype: DType,
+        op: ReduceOp,
+    ) -> None: ...
     def read_bytes(self, inputs: Sequence[BytesLike]) -> int: ...
 
 def usable() -> list[CompiledKernels]: ...

@@ -1,10 +1,14 @@
 """The Python edge of the compiled kernels: checks, pointers, one call without the GIL."""
 
+from cpython.bytes cimport PyBytes_AsString
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 
+from libc.stdint cimport uint8_t, uint64_t
+
 from reducer.kernels import refusals
 from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.leaves import depths_of
 
 
 def usable():
@@ -47,6 +51,30 @@ cdef class _Buffers:
         self.held += 1
         return view
 
+    cdef char *target(self, out) except NULL:
+        """Take the output, which is no part of an input."""
+        cdef Py_ssize_t n = self.held
+        cdef Py_ssize_t rank
+        cdef const char *source
+        if n == 0:
+            raise refusals.no_inputs()
+        cdef Py_buffer *view = self.take(out, PyBUF_WRITABLE, "output")
+        cdef char *target = <char *>view.buf
+        cdef Py_ssize_t nbytes = self.common_length()
+        for rank in range(n):
+            source = <const char *>self.pointers[rank]
+            if source != target and source < target + nbytes and target < source + nbytes:
+                raise refusals.overlap(rank)
+        return target
+
+    cdef size_t elements(self, dtype) except? 0:
+        """Return how many elements the output has."""
+        cdef Py_ssize_t nbytes = self.views[self.held - 1].len
+        cdef Py_ssize_t itemsize = dtype.itemsize
+        if nbytes % itemsize:
+            raise refusals.partial_element(nbytes, dtype)
+        return nbytes // itemsize
+
     cdef size_t common_length(self) except? 0:
         """Return the bytes of each buffer, after checking that they are equally long."""
         cdef Py_ssize_t last = self.held - 1
@@ -56,6 +84,13 @@ cdef class _Buffers:
             if self.views[rank].len != nbytes:
                 raise refusals.wrong_length(rank, self.views[rank].len, nbytes)
         return nbytes
+
+
+cdef codes(dtype, op):
+    try:
+        return DType(dtype), ReduceOp(op)
+    except ValueError:
+        raise refusals.unknown_code(dtype, op) from None
 
 
 cdef class CompiledKernels:
@@ -77,30 +112,31 @@ cdef class CompiledKernels:
         return self.table.fold[dtype][op]
 
     def reduce(self, inputs, out, dtype, op):
-        try:
-            dtype, op = DType(dtype), ReduceOp(op)
-        except ValueError:
-            raise refusals.unknown_code(dtype, op) from None
+        dtype, op = codes(dtype, op)
         cdef fold_fn fold = self.find(dtype, op)
         if fold == NULL:
             raise refusals.undefined(dtype, op)
         cdef _Buffers buffers = _Buffers(inputs)
         cdef size_t n = buffers.held
-        if n == 0:
-            raise refusals.no_inputs()
-        cdef char *target = <char *>buffers.take(out, PyBUF_WRITABLE, "output").buf
-        cdef size_t nbytes = buffers.common_length()
-        cdef size_t itemsize = dtype.itemsize
-        cdef size_t rank
-        cdef const char *source
-        for rank in range(n):
-            source = <const char *>buffers.pointers[rank]
-            if source != target and source < target + nbytes and target < source + nbytes:
-                raise refusals.overlap(rank)
-        if nbytes % itemsize:
-            raise refusals.partial_element(nbytes, dtype)
+        cdef char *target = buffers.target(out)
+        cdef size_t count = buffers.elements(dtype)
         with nogil:
-            fold_run(fold, target, buffers.pointers, n, nbytes // itemsize)
+            fold_run(fold, target, buffers.pointers, n, count)
+
+    def reduce_leaves(self, inputs, ends, out, dtype, op):
+        dtype, op = codes(dtype, op)
+        if self.find(dtype, op) == NULL or dtype.is_block:
+            raise refusals.undefined(dtype, op)
+        cdef fold_leaves_fn fold = self.table.leaves[<int>dtype][<int>op]
+        cdef _Buffers buffers = _Buffers(inputs)
+        cdef size_t n = buffers.held
+        cdef char *target = buffers.target(out)
+        cdef size_t count = buffers.elements(dtype)
+        cdef bytes depths = bytes(depths_of(ends, n))
+        cdef const uint8_t *depth = <const uint8_t *>PyBytes_AsString(depths)
+        cdef size_t leaves = ends[len(ends) - 1]
+        with nogil:
+            fold_leaves_run(fold, target, buffers.pointers, depth, n, leaves, count)
 
     def read_bytes(self, inputs):
         """Read `inputs` in the order in which a fold does, and do nothing else.

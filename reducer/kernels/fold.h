@@ -13,6 +13,15 @@
  *   - a NaN result is the positive quiet NaN without payload, because which payload survives an
  *     addition differs between CPUs;
  *   - rounding is to nearest, ties to even; subnormal numbers are kept (see fold_run).
+ *
+ * A fold of leaves combines the same elements as a tree instead. An input is a subtree of leaves, and
+ * the inputs are all of them, in the order of the leaves. They go on a stack, one after another; after
+ * input i the latest two nodes are combined until depths[i] are left, the earlier one on the left:
+ *
+ *     out[i] = ((leaf 0 op leaf 1) op (leaf 2 op leaf 3)) op ...
+ *
+ * Every node is a value of the element type: 16-bit ones are rounded at each. A mean is the root
+ * divided by the number of leaves in the accumulator's type, and rounded again.
  */
 #ifndef REDUCER_KERNELS_FOLD_H
 #define REDUCER_KERNELS_FOLD_H
@@ -45,6 +54,11 @@ enum fold_op { FOLD_SUM = 1, FOLD_MEAN, FOLD_MIN, FOLD_MAX, FOLD_PRODUCT, FOLD_O
  * none. */
 typedef void (*fold_fn)(void *out, const void *const *in, size_t n, size_t count);
 
+/* Folds n inputs of `count` elements as the tree of so many leaves. */
+typedef void (*fold_leaves_fn)(void *out, const void *const *in, const uint8_t *depths, size_t n,
+                               size_t leaves, size_t count);
+enum { FOLD_DEPTH = 17 }; /* of the stack at most: there are 2^16 leaves at most */
+
 /* Reads n buffers of `nbytes` in a fold's order and does nothing else: the most that a fold can
  * reach, for the benchmark. Returns the exclusive or of all 64-bit words. */
 typedef uint64_t (*read_fn)(const void *const *in, size_t n, size_t nbytes);
@@ -54,6 +68,7 @@ struct fold_table {
     const char *name;
     read_fn read;
     fold_fn fold[FOLD_DTYPES][FOLD_OPS];
+    fold_leaves_fn leaves[FOLD_DTYPES][FOLD_OPS]; /* none of blocks */
 };
 
 extern const struct fold_table fold_generic;
@@ -77,6 +92,17 @@ static inline void fold_run(fold_fn fold, void *out, const void *const *in, size
     fegetenv(&callers);
     fesetenv(FE_DFL_ENV);
     fold(out, in, n, count);
+    fesetenv(&callers);
+}
+
+/* The same for a fold of leaves. */
+static inline void fold_leaves_run(fold_leaves_fn fold, void *out, const void *const *in,
+                                   const uint8_t *depths, size_t n, size_t leaves, size_t count)
+{
+    fenv_t callers;
+    fegetenv(&callers);
+    fesetenv(FE_DFL_ENV);
+    fold(out, in, depths, n, leaves, count);
     fesetenv(&callers);
 }
 

@@ -171,14 +171,77 @@ INLINE void prefetch(const unsigned char *from, size_t bytes) {
         }                                                                                       \
     }
 
+/* The stack holds where nodes are: a subtree that came in its input, one that was made here in the
+ * first cache, in memory that the next piece uses again. */
+#define DEFINE_LEAVES(name, T, A, step, final)                                                  \
+    INLINE void name##_leaves_piece(unsigned char *out, const void *const *in,                  \
+                                    const uint8_t *depths, size_t n, size_t leaves, size_t at,  \
+                                    size_t vectors, size_t bytes) {                             \
+        const int is_widened = BYTES_##T < ISA_VECTOR_BYTES;                                    \
+        const size_t ahead = is_widened && vectors > 1 ? vectors * BYTES_##T : 0;               \
+        unsigned char made[FOLD_DEPTH][BLOCK_##T * BYTES_##T];                                  \
+        const unsigned char *node[FOLD_DEPTH];                                                  \
+        acc_##T acc[BLOCK_##T];                                                                 \
+        size_t depth = 0;                                                                       \
+        for (size_t input = 0; input < n; input++) {                                            \
+            const unsigned char *next = (const unsigned char *)in[input] + at;                  \
+            prefetch(next, ahead);                                                              \
+            if (depth < depths[input]) {                                                        \
+                node[depth++] = next;                                                           \
+                continue;                                                                       \
+            }                                                                                   \
+            UNROLL for (size_t v = 0; v < vectors; v++) {                                       \
+                acc[v] = load_##T(next + v * BYTES_##T, bytes);                                 \
+            }                                                                                   \
+            while (depth >= depths[input]) {                                                    \
+                const unsigned char *left = node[--depth];                                      \
+                UNROLL for (size_t v = 0; v < vectors; v++) {                                   \
+                    acc[v] = step##_##A(load_##T(left + v * BYTES_##T, bytes), acc[v]);         \
+                    if (is_widened) {                                                           \
+                        store_##T(made[depth] + v * BYTES_##T, final_##A(acc[v], 1), bytes);    \
+                        acc[v] = load_##T(made[depth] + v * BYTES_##T, bytes);                  \
+                    }                                                                           \
+                }                                                                               \
+            }                                                                                   \
+            UNROLL for (size_t v = 0; v < vectors; v++) {                                       \
+                store_##T(made[depth] + v * BYTES_##T, acc[v], bytes);                          \
+            }                                                                                   \
+            node[depth] = made[depth];                                                          \
+            depth++;                                                                            \
+        }                                                                                       \
+        UNROLL for (size_t v = 0; v < vectors; v++) {                                           \
+            acc_##T root = load_##T(node[0] + v * BYTES_##T, bytes);                            \
+            store_##T(out + at + v * BYTES_##T, final##_##A(root, leaves), bytes);              \
+        }                                                                                       \
+    }                                                                                           \
+    ISA_TARGET static void name##_leaves(void *out, const void *const *in,                      \
+                                         const uint8_t *depths, size_t n, size_t leaves,        \
+                                         size_t count) {                                        \
+        const size_t block = (size_t)BLOCK_##T * BYTES_##T;                                     \
+        const size_t end = count * SIZE_##T;                                                    \
+        size_t at = 0;                                                                          \
+        for (; end - at >= block; at += block) {                                                \
+            name##_leaves_piece(out, in, depths, n, leaves, at, BLOCK_##T, BYTES_##T);          \
+        }                                                                                       \
+        for (; end - at >= BYTES_##T; at += BYTES_##T) {                                        \
+            name##_leaves_piece(out, in, depths, n, leaves, at, 1, BYTES_##T);                  \
+        }                                                                                       \
+        if (end > at) {                                                                         \
+            name##_leaves_piece(out, in, depths, n, leaves, at, 1, end - at);                   \
+        }                                                                                       \
+    }
+
+#define DEFINE_FOLDS(name, T, A, step, final)                                                   \
+    DEFINE_FOLD(name, T, A, step, final)                                                        \
+    DEFINE_LEAVES(name, T, A, step, final)
 #define DEFINE_COMMON_FOLDS(T, A)                                                               \
-    DEFINE_FOLD(T##_sum, T, A, sum, final)                                                      \
-    DEFINE_FOLD(T##_min, T, A, min, final)                                                      \
-    DEFINE_FOLD(T##_max, T, A, max, final)                                                      \
-    DEFINE_FOLD(T##_product, T, A, product, final)
+    DEFINE_FOLDS(T##_sum, T, A, sum, final)                                                     \
+    DEFINE_FOLDS(T##_min, T, A, min, final)                                                     \
+    DEFINE_FOLDS(T##_max, T, A, max, final)                                                     \
+    DEFINE_FOLDS(T##_product, T, A, product, final)
 #define DEFINE_FLOATING_FOLDS(T, A)                                                             \
     DEFINE_COMMON_FOLDS(T, A)                                                                   \
-    DEFINE_FOLD(T##_mean, T, A, sum, mean)
+    DEFINE_FOLDS(T##_mean, T, A, sum, mean)
 
 DEFINE_FLOATING_FOLDS(f32, f32)
 DEFINE_FLOATING_FOLDS(f64, f64)
@@ -273,6 +336,9 @@ ISA_TARGET static uint64_t read_all(const void *const *in, size_t n, size_t nbyt
 
 #define COMMON_ENTRIES(T)                                                                       \
     [FOLD_SUM] = T##_sum, [FOLD_MIN] = T##_min, [FOLD_MAX] = T##_max, [FOLD_PRODUCT] = T##_product
+#define LEAVES_ENTRIES(T)                                                                       \
+    [FOLD_SUM] = T##_sum_leaves, [FOLD_MIN] = T##_min_leaves, [FOLD_MAX] = T##_max_leaves,      \
+    [FOLD_PRODUCT] = T##_product_leaves
 
 const struct fold_table FOLD_TABLE = {
     .name = ISA_NAME,
@@ -288,5 +354,15 @@ const struct fold_table FOLD_TABLE = {
         [FOLD_UINT8] = {COMMON_ENTRIES(u8)},
         [FOLD_BLOCK8] = {[FOLD_SUM] = block8_sum, [FOLD_MEAN] = block8_mean},
         [FOLD_BLOCK8_E4M3] = {[FOLD_SUM] = block8_e4m3_sum, [FOLD_MEAN] = block8_e4m3_mean},
+    },
+    .leaves = {
+        [FOLD_FLOAT32] = {LEAVES_ENTRIES(f32), [FOLD_MEAN] = f32_mean_leaves},
+        [FOLD_FLOAT64] = {LEAVES_ENTRIES(f64), [FOLD_MEAN] = f64_mean_leaves},
+        [FOLD_FLOAT16] = {LEAVES_ENTRIES(f16), [FOLD_MEAN] = f16_mean_leaves},
+        [FOLD_BFLOAT16] = {LEAVES_ENTRIES(bf16), [FOLD_MEAN] = bf16_mean_leaves},
+        [FOLD_INT8] = {LEAVES_ENTRIES(i8)},
+        [FOLD_INT32] = {LEAVES_ENTRIES(i32)},
+        [FOLD_INT64] = {LEAVES_ENTRIES(i64)},
+        [FOLD_UINT8] = {LEAVES_ENTRIES(u8)},
     },
 };

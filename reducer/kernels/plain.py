@@ -8,6 +8,7 @@ import numpy as np
 
 from reducer.kernels import block8, refusals
 from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.leaves import depths_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,11 +42,31 @@ class PlainKernels:
     def reduce(
         self, inputs: Sequence[BytesLike], out: BytesLike, dtype: DType, op: ReduceOp
     ) -> None:
+        self._run(inputs, out, dtype, op, None)
+
+    def reduce_leaves(
+        self,
+        inputs: Sequence[BytesLike],
+        ends: Sequence[int],
+        out: BytesLike,
+        dtype: DType,
+        op: ReduceOp,
+    ) -> None:
+        self._run(inputs, out, dtype, op, ends)
+
+    def _run(
+        self,
+        inputs: Sequence[BytesLike],
+        out: BytesLike,
+        dtype: DType,
+        op: ReduceOp,
+        ends: Sequence[int] | None,
+    ) -> None:
         try:
             dtype, op = DType(dtype), ReduceOp(op)
         except ValueError:
             raise refusals.unknown_code(dtype, op) from None
-        if not dtype.defines(op):
+        if not dtype.defines(op) or (ends is not None and dtype.is_block):
             raise refusals.undefined(dtype, op)
         if not inputs:
             raise refusals.no_inputs()
@@ -60,10 +81,15 @@ class PlainKernels:
                 raise refusals.overlap(rank)
         if target.nbytes % dtype.itemsize:
             raise refusals.partial_element(target.nbytes, dtype)
+        depths = [] if ends is None else depths_of(ends, len(sources))
         with np.errstate(all="ignore"):
             for start in range(0, target.nbytes, _STEP):
                 part = slice(start, start + _STEP)
-                target[part] = _fold([source[part] for source in sources], dtype, op)
+                cut = [source[part] for source in sources]
+                if ends is None:
+                    target[part] = _fold(cut, dtype, op)
+                else:
+                    target[part] = _fold_leaves(cut, depths, ends[-1], dtype, op)
 
 
 def _bytes_of(which: str, buffer: BytesLike) -> Array:
@@ -85,12 +111,32 @@ def _fold(sources: list[Array], dtype: DType, op: ReduceOp) -> Array:
     acc = _widen(sources[0].view(memory_type), dtype)
     for source in sources[1:]:
         _step(acc, _widen(source.view(memory_type), dtype), op)
+    return _final(acc, len(sources), dtype, op).view(np.uint8)
+
+
+def _fold_leaves(
+    sources: list[Array], depths: Sequence[int], leaves: int, dtype: DType, op: ReduceOp
+) -> Array:
+    """Combine subtrees as the tree of leaves does; every node is a value of the element's type."""
+    memory_type, nodes = _MEMORY_TYPES[dtype], list[Array]()
+    for source, depth in zip(sources, depths, strict=True):
+        node = source.view(memory_type)
+        while len(nodes) >= depth:
+            acc = _widen(nodes.pop(), dtype)
+            _step(acc, _widen(node, dtype), op)
+            node = _final(acc, 1, dtype, ReduceOp.SUM)
+        nodes.append(node)
+    return _final(_widen(nodes[0], dtype), leaves, dtype, op).view(np.uint8)
+
+
+def _final(acc: Array, n: int, dtype: DType, op: ReduceOp) -> Array:
+    """Divide a mean's sum by `n`, and round to elements."""
     if op is ReduceOp.MEAN:
-        acc /= acc.dtype.type(len(sources))
+        acc /= acc.dtype.type(n)
     if dtype.is_floating:
         # The positive quiet NaN without payload, whatever NaN the CPU made of the inputs.
         acc[np.isnan(acc)] = np.nan
-    return _narrow(acc, dtype).view(np.uint8)
+    return _narrow(acc, dtype)
 
 
 def _widen(elements: Array, dtype: DType) -> Array:

@@ -25,6 +25,44 @@ static const uint64_t REST_NS = 100 * 1000 * 1000; /* from what need not be done
 
 /* -- sum ------------------------------------------------------------------------------------- */
 
+/* Makes room for the inputs of a fold. */
+static bool make_fold_room(struct loop *loop, size_t n)
+{
+    if (n <= loop->inputs_room)
+        return true;
+    const void **inputs = realloc(loop->inputs, n * sizeof *inputs);
+    uint8_t *depths = realloc(loop->depths, n);
+    loop->inputs = inputs == NULL ? loop->inputs : inputs;
+    loop->depths = depths == NULL ? loop->depths : depths;
+    if (inputs == NULL || depths == NULL)
+        return false;
+    loop->inputs_room = n;
+    return true;
+}
+
+/* Sums a slot of leaves: contributions are one or several subtrees of them, one after another. */
+static bool reduce_leaves(struct loop *loop, uint32_t n, const struct slot *slot,
+                          const struct header *header, unsigned char *out, size_t count)
+{
+    uint32_t leaves = (uint32_t)header->window, first = 0, input = 0, parts = 0;
+    for (uint32_t rank = 0; rank < n; rank++)
+        parts += leaves_parts(header, n, rank);
+    if (!make_fold_room(loop, parts))
+        return false;
+    for (uint32_t rank = 0; rank < n; rank++) {
+        const unsigned char *subtree = slot->payloads->blocks[rank]->data;
+        uint32_t last = leaves_first(leaves, n, rank + 1);
+        for (; first < last; subtree += slot->nbytes) {
+            first = leaves_subtree_end(leaves, first, last);
+            loop->inputs[input] = subtree;
+            loop->depths[input++] = leaves_depth(leaves, first);
+        }
+    }
+    fold_leaves_run(loop->kernels->leaves[header->dtype][header->op], out, loop->inputs,
+                    loop->depths, parts, leaves, count);
+    return true;
+}
+
 /* Folds a complete slot and frees it. The result goes over the latest contribution, which the cache
  * still holds. */
 static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round, struct slot *slot,
@@ -32,20 +70,23 @@ static bool reduce(struct loop *loop, struct rounds *rounds, struct round *round
 {
     failpoint(REDUCER_BEFORE_SUM);
     uint32_t n = rounds->world_size;
-    if (loop->inputs_room < n) {
-        const void **inputs = realloc(loop->inputs, n * sizeof *inputs);
-        if (inputs == NULL)
+    struct block *latest = slot->payloads->blocks[header->rank];
+    size_t count = slot->nbytes / dtype_itemsize(header->dtype);
+    for (uint32_t rank = 0; rank < n; rank++)
+        rounds->members[rank]->held -= window_cost(slot->payloads->blocks[rank]->nbytes);
+    if (header->window != 0) {
+        if (!reduce_leaves(loop, n, slot, header, latest->data, count))
             return false;
-        loop->inputs = inputs;
-        loop->inputs_room = n;
+    } else {
+        if (!make_fold_room(loop, n))
+            return false;
+        for (uint32_t rank = 0; rank < n; rank++)
+            loop->inputs[rank] = slot->payloads->blocks[rank]->data;
+        fold_fn fold = loop->kernels->fold[header->dtype][header->op];
+        fold_run(fold, latest->data, loop->inputs, n, count);
     }
-    for (uint32_t rank = 0; rank < n; rank++)
-        loop->inputs[rank] = slot->payloads->blocks[rank]->data;
-    *result = block_share(slot->payloads->blocks[header->rank]);
-    fold_fn fold = loop->kernels->fold[header->dtype][header->op];
-    fold_run(fold, (*result)->data, loop->inputs, n, slot->nbytes / dtype_itemsize(header->dtype));
-    for (uint32_t rank = 0; rank < n; rank++)
-        rounds->members[rank]->held -= window_cost(slot->nbytes);
+    *result = block_share(latest);
+    latest->nbytes = slot->nbytes;
     loop->results += n;
     loop->bytes_out += (uint64_t)n * slot->nbytes;
     rounds->traffic.bytes_out += (uint64_t)n * slot->nbytes;
@@ -67,12 +108,13 @@ enum verdict loop_offer(struct loop *loop, uint64_t peer, const void *frame, siz
     struct round *round;
     struct slot *slot;
     (*rounds)->now_us = now_us;
+    size_t nbytes = payload->nbytes;
     enum verdict verdict = rounds_offer(*rounds, member, header, payload, &round, &slot);
     if (verdict == IRREGULAR)
         return IRREGULAR;
     failpoint(REDUCER_PLACED);
     loop->contributions++;
-    loop->bytes_in += header->nbytes;
+    loop->bytes_in += nbytes;
     if (verdict == COMPLETE) {
         if (!reduce(loop, *rounds, round, slot, header, result))
             return OUT_OF_MEMORY;
@@ -642,6 +684,7 @@ void loop_end(struct loop *loop, long linger_ms)
     free(loop->changes);
     free(loop->lost);
     free(loop->inputs);
+    free(loop->depths);
     loop->changes = NULL;
     loop->lost = NULL;
     loop->inputs = NULL;

@@ -87,8 +87,9 @@ struct loop {
     uint64_t expired_ns; /* when handshakes that take too long were looked for */
     uint64_t *lost;      /* peer keys: a member may be gone before anybody looks */
     size_t lost_count, lost_room;
-    const void **inputs; /* scratch, world_size places */
-    uint32_t inputs_room;
+    const void **inputs; /* scratch: of a fold */
+    uint8_t *depths;     /* likewise, of leaves */
+    size_t inputs_room;
     uint64_t contributions, results, bytes_in, bytes_out;
     uint64_t unfinished; /* handshakes that took too long, and were ended */
     uint64_t crowded_out; /* strangers that had to make way for others */

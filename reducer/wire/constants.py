@@ -148,7 +148,9 @@ class Feature(IntFlag):
     CREDIT = 1  # windows may grow while a worker is a member
     STREAMS = 2  # a link may have several connections
     RESUME = 4  # a far connection whose socket breaks goes on over another one
+    LEAVES = 8  # sums of leaves (reducer.wire.leaves)
 
 
-FEATURES = Feature.CREDIT  # what takes no more of a transport than to send
+# What takes no more of a transport than to send.
+FEATURES = Feature.CREDIT | Feature.LEAVES
 COMPILED_FEATURES = FEATURES | Feature.STREAMS | Feature.RESUME

@@ -109,8 +109,17 @@ class Member:
             mine.missing = tuple(rank for rank in range(size) if rank not in asked)
         if len(asked) < size:
             return
-        rows = [np.frombuffer(given[rank], DTYPES[operation.dtype]) for rank in range(size)]
-        kinds = {(one.dtype, one.op, one.view.nbytes) for one in asked.values()}
+        rows = [
+            row  # a subtree of leaves, or all of it
+            for rank in range(size)
+            for row in np.frombuffer(given[rank], np.uint8)
+            .view(DTYPES[operation.dtype])
+            .reshape(-1, operation.nbytes // DTYPES[operation.dtype]().itemsize)
+        ]
+        kinds = {
+            (one.dtype, one.op, one.nbytes, one.leaves and one.leaves.present)
+            for one in asked.values()
+        }
         assert len(kinds) == 1, f"ranks make different calls: {kinds}"
         result = rows[0]
         for row in rows[1:]:
@@ -121,7 +130,7 @@ class Member:
     def receive(self, number, result):
         if self._dead or self.final is not None or number not in self._open:
             return
-        self._open[number].view[:] = result
+        self._open[number].view[: len(result)] = result
         self._job.ended[self.spec.rank].add(number)
         self._end(number, None)
 

@@ -36,6 +36,22 @@ def newcomers_count_from_0(_, self, number):
     self._joins = False
 
 
+@MUTATIONS.instead_of(ReplayLog, "withdraw_leaves")
+def leaves_not_withdrawn(*_):
+    """Make sums of leaves again that were dealt among other ranks."""
+    return []
+
+
+@MUTATIONS.instead_of(ElasticCommunicator, "submit")
+def stale_leaves_taken(submit, self, operation):
+    """Begin sums of leaves that were dealt among other ranks."""
+    if operation.leaves is None:
+        submit(self, operation)
+    else:
+        with self._gate:
+            self._enter_call(ReplayEntry(operation))
+
+
 @MUTATIONS.instead_of(ElasticCommunicator, "_reconcile")
 def newcomers_met_at_once(reconcile, self):
     """Do not meet with those first who let ranks in, and may lack the result that says so."""

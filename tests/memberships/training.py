@@ -3,11 +3,13 @@
 import random
 from array import array
 from collections import Counter, defaultdict
+from functools import partial
 
 import numpy as np
 
-from reducer.errors import ReductionError
+from reducer.errors import LeavesMovedError, ReductionError
 from reducer.wire.constants import DType, ReduceOp
+from reducer.wire.leaves import Share
 from tests.memberships.jobs import Job, Member
 from tests.sim.clock import Clock
 from tests.sim.threads import Threads
@@ -48,6 +50,8 @@ class Training:
         self.errors = []
         self.outcome = Counter()
         self._size = chance.randint(3, 5)
+        # Of each step: at least as many as there ever are ranks; 0: its all-reduces have none.
+        self.leaves = random.Random(f"leaves {seed}").choice((0, 8, 11))
         self._joins = sorted(chance.sample(range(0, STEPS, ADMIT_EVERY), chance.randint(0, 3)))
         # A majority of the first ranks stays. Some are killed while others join.
         moments = [*self._joins, chance.randrange(STEPS)]
@@ -115,6 +119,10 @@ class Training:
             got = {rank: result for rank, result in everybodys.items() if rank in survivors}
             assert len(set(got.values())) == 1, f"step {step}.{place}: {got}"
             (who, total) = next(iter(got.values()))
+            if self.leaves:
+                leaves = range(self.leaves)
+                assert total == sum(value(leaf, step, place) for leaf in leaves), f"{step}.{place}"
+                continue
             members = [rank for rank in range(64) if who >> rank & 1]
             assert set(got) <= set(members), f"{set(got)} have a result of {members}"
             assert total == sum(value(rank, step, place) for rank in members)
@@ -175,6 +183,11 @@ class Rank:
             if step % ADMIT_EVERY == 0 and not self._joins and self._admit():
                 step = self._agree_on(step)
             self._joins = False  # the others have just let this one in, in this step
+            if self._training.leaves:
+                while not self._sum_leaves(step):
+                    self._training.outcome["again"] += 1
+                step += 1
+                continue
             pending = [self._submit(step, place) for place in range(IN_FLIGHT)]
             for place, (data, ended) in enumerate(pending):
                 self._await(lambda: bool(ended))  # noqa: B023 (within this turn)
@@ -200,13 +213,37 @@ class Rank:
         assert ended == [None]
         return int(np.frombuffer(data, np.int64)[0])
 
+    def _sum_leaves(self, step):
+        """Make a step of leaves; return false if all ranks make it again."""
+        self.elastic.await_members()
+        present = self.elastic.present
+        share = Share(self._training.leaves, present, present.index(self.number))
+        pending = []
+        for place in range(IN_FLIGHT):
+            computed = []  # a backward pass takes a while, in which ranks may be lost
+            self._training.later(partial(computed.append, None))
+            self._await(lambda: bool(computed))  # noqa: B023 (within this turn)
+            sums = [sum(value(leaf, step, place) for leaf in part) for part in share.parts]
+            pending.append(self._all_reduce(sums, ReduceOp.SUM, share))
+        for _, ended in pending:
+            self._await(lambda: bool(ended))  # noqa: B023 (within this turn)
+        errors = [ended[0] for _, ended in pending if ended[0] is not None]
+        assert all(isinstance(error, LeavesMovedError) for error in errors), errors
+        for place, (data, _) in enumerate(pending):
+            if not errors:
+                total = np.frombuffer(data, np.int64)[0]
+                self._training.results[step, place][self.number] = 0, int(total)
+        return not errors
+
     def _submit(self, step, place):
         return self._all_reduce([1 << self.number, value(self.number, step, place)], ReduceOp.SUM)
 
-    def _all_reduce(self, values, op):
+    def _all_reduce(self, values, op, leaves=None):
         data, ended = bytearray(array("q", values)), []
         view = memoryview(data)
-        operation = Operation(view, DType.INT64, op, None, 60.0, call=Call(), ended=ended.append)
+        operation = Operation(
+            view, DType.INT64, op, None, 60.0, call=Call(), ended=ended.append, leaves=leaves
+        )
         if self.killed:
             raise KilledError
         self.elastic.submit(operation)
@@ -219,7 +256,7 @@ class Rank:
 
 
 def value(rank, step, place):
-    """Return what a rank contributes to an all-reduce: another number for each."""
+    """Return what a rank contributes to an all-reduce, or a leaf: another number for each."""
     return (rank + 1) * 1_000_003 + step * 101 + place
 
 

@@ -10,7 +10,7 @@ import random
 from collections import Counter, defaultdict
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations, pairwise
 from typing import NamedTuple
 from unittest.mock import patch
@@ -24,6 +24,7 @@ from reducer.errors import LocalProtocolError, MismatchError, RankLostError, Red
 from reducer.wire.constants import PLACES, RESUME_S, DType, MessageType, ReduceOp
 from reducer.wire.header import Header
 from reducer.wire.layout import mixed_weights
+from reducer.wire.leaves import Share
 from reducer.wire.states import LinkState
 from tests.engine.twins import IMPLEMENTATIONS, Served
 from tests.sim.clock import Clock
@@ -642,8 +643,8 @@ class World:
         self._plan = [self._draw_call() for _ in range(self.calls)]
         self._plan.append((DType.UINT8, ReduceOp.SUM, 1))
         self._pieces = [1] * (self.calls + 1)  # all-reduces of each call
-        self.odd = {}
-        self._began = {}
+        self.odd, self._began = {}, {}
+        self._leaves_rng = random.Random(f"leaves {seed}")
         self._amid = defaultdict(set)  # in flight with each call
         self._numbers = {}
         self.partitioned = set()  # (rank, reducer)
@@ -717,6 +718,18 @@ class World:
         op = self.rng.choice((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN))
         return dtype, op, self.rng.choice((0, 1, 16, 33, 100, 257, 700))
 
+    @cached_property
+    def _leaves(self):
+        """Of each call: how many leaves it sums, 0 if it is no such."""
+        rng = self._leaves_rng
+        if self.group is not None:
+            return [0] * len(self._plan)
+        counts = [rng.choice((0, rng.randint(1, 4))) * self.world_size for _ in self._plan]
+        return [
+            0 if count == 0 or number in self.odd else count + rng.randrange(self.world_size)
+            for number, count in enumerate(counts)
+        ]
+
     def values(self, rank, number):
         dtype, _, count = self._plan[number]
         rng = np.random.default_rng([rank, number])
@@ -729,17 +742,34 @@ class World:
 
     def expected(self, number):
         dtype, op, _ = self._plan[number]
+        if self._leaves[number]:
+            return self._tree(number, range(self._leaves[number])).tobytes()
         inputs = [self.values(rank, number) for rank in range(self.world_size)]
         result = np.empty(inputs[0].nbytes, np.uint8)
         _SUM.reduce([memoryview(one.tobytes()) for one in inputs], result, dtype, op)
         return result.tobytes()
+
+    def _tree(self, number, leaves):
+        """What a subtree over these leaves comes to: halves of a power of two, of two at a time."""
+        dtype, op, _ = self._plan[number]
+        if len(leaves) == 1:
+            return self.values(1000 + leaves[0], number)
+        half = 1 << (len(leaves) - 1).bit_length() - 1
+        halves = self._tree(number, leaves[:half]), self._tree(number, leaves[half:])
+        both = np.empty(halves[0].nbytes, np.uint8)
+        _SUM.reduce([memoryview(one.tobytes()) for one in halves], both, dtype, op)
+        return both
 
     def number_of(self, operation):
         return self._numbers[operation]
 
     def _operations(self, rank, number):
         dtype, op, _ = self._plan[number]
-        values = self.values(rank, number)
+        rows, share = [self.values(rank, number)], None
+        if self._leaves[number]:
+            share = Share(self._leaves[number], tuple(range(self.world_size)), rank)
+            rows = [self._tree(number, part) for part in share.parts]
+        values = rows[0]
         pieces, odd, call = self._pieces[number], self.odd.get(number), _flight.Call()
         if odd is not None and odd.rank == rank:
             if odd.kind == "refused":
@@ -747,17 +777,18 @@ class World:
                 nothing = memoryview(bytearray())
                 return [Operation(nothing, dtype, op, None, TIMEOUT_S, call=call, refusal=why)]
             pieces += odd.kind == "cut"
-            values = np.concatenate([values, np.ones(8 * dtype.itemsize, np.uint8)])
+            rows = [values := np.concatenate([values, np.ones(8 * dtype.itemsize, np.uint8)])]
         size = dtype.itemsize
         bounds = [values.size // size * at // pieces * size for at in range(pieces + 1)]
         return [
             Operation(
-                memoryview(bytearray(values[low:high].tobytes())),
+                memoryview(bytearray(b"".join(row[low:high].tobytes() for row in rows))),
                 dtype,
                 op,
                 f"piece {at} of {pieces}",
                 TIMEOUT_S,
                 call=call,
+                leaves=share,
             )
             for at, (low, high) in enumerate(pairwise(bounds))
         ]
@@ -786,7 +817,7 @@ class World:
         finishes.sort(key=lambda finish: finish.operation.sequence)
         error = next((finish.error for finish in finishes if finish.error is not None), None)
         if error is None:
-            got = b"".join(bytes(finish.operation.view) for finish in finishes)
+            got = b"".join(bytes(each.operation.view[: each.operation.nbytes]) for each in finishes)
             assert number not in self.odd, f"rank {worker.rank}: no error of call {number}"
             assert got == self.expected(number), f"rank {worker.rank}: wrong result of {number}"
             assert took < self._patience(), f"rank {worker.rank}: call {number} took {took:.2f} s"

@@ -50,6 +50,11 @@ class _Chunk:
         self.sent_at = 0.0
         self.result: Buffer | None = None
 
+    @property
+    def contribution(self) -> int:
+        """Bytes of its contribution."""
+        return self.of.parts * self.nbytes
+
 
 class _Progress:
     """How far an all-reduce is.
@@ -62,13 +67,14 @@ class _Progress:
         answered: when that came.
     """
 
-    __slots__ = ("answered", "chunks", "header", "operation", "remaining", "sent")
+    __slots__ = ("answered", "chunks", "header", "operation", "parts", "remaining", "sent")
 
     def __init__(
         self, header: Header, operation: Operation, shards: Sequence[LinkShard], chunk_bytes: int
     ) -> None:
         self.header = header
         self.operation: Operation | None = operation
+        self.parts = 1 if operation.leaves is None else len(operation.leaves.parts)
         self.sent = self.answered = 0.0
         self.chunks: dict[int, _Chunk] = {}  # by offset
         for link, start, end in shards:
@@ -148,13 +154,14 @@ class PlainFlight:
         header = self._identity._replace(
             epoch=epoch,
             sequence=sequence,
-            total_bytes=operation.view.nbytes,
+            total_bytes=operation.nbytes,
             dtype=operation.dtype,
             op=operation.op,
             wire_dtype=operation.dtype,
             since=operation.since,
             tag=operation.tag,
             history=operation.history,
+            window=0 if operation.leaves is None else operation.leaves.count,
         )
         progress = self._active[sequence] = _Progress(header, operation, shards, chunk_bytes)
         for chunk in progress.chunks.values():
@@ -354,7 +361,7 @@ class PlainFlight:
             _take_out(link.queue, chunk)
         if chunk.state is _ChunkState.SENT:
             _take_out(link.flying, chunk)
-            link.in_flight -= cost(chunk.nbytes)
+            link.in_flight -= cost(chunk.contribution)
         if chunk.state is not _ChunkState.DONE:
             chunk.state = state
 
@@ -370,7 +377,7 @@ class PlainFlight:
         # What was moved here may precede all in flight; that must not wait for them, as at another
         # rank they may wait for it.
         first = not link.flying or _place(chunk) < _place(link.flying[0])
-        if link.in_flight + cost(chunk.nbytes) > link.window and not first:
+        if link.in_flight + cost(chunk.contribution) > link.window and not first:
             return None
         _take_out(link.queue, chunk)
         insort(link.flying, chunk, key=_place)
@@ -378,13 +385,13 @@ class PlainFlight:
         chunk.sent_at = now
         if not chunk.of.answered:
             chunk.of.sent = now
-        link.in_flight += cost(chunk.nbytes)
-        link.sent += chunk.nbytes
+        link.in_flight += cost(chunk.contribution)
+        link.sent += chunk.contribution
         header = header._replace(watermark=self.watermark, offset=chunk.offset, nbytes=chunk.nbytes)
         assert operation is not None
-        return Send(
-            index, header.pack(), operation.view[chunk.offset : chunk.offset + chunk.nbytes]
-        )
+        starts = range(chunk.offset, chunk.offset + chunk.of.parts * operation.nbytes or 1)
+        parts = [operation.view[at : at + chunk.nbytes] for at in starts[:: operation.nbytes or 1]]
+        return Send(index, header.pack(), parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 def _place(chunk: _Chunk) -> tuple[int, int]:

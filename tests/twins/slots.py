@@ -158,7 +158,7 @@ class Round:
             alone_us = slot.alone_us if slot.missing == 0 and not slot.holders else 0
             now_us = self._of.now_us
             self._of.lateness.record(header.rank, self._sequence, now_us, alone_us)
-            self._of.bytes_in += header.nbytes
+            self._of.bytes_in += len(payload)
             self.times = _noted(self.times, slot, header.rank, now_us)
             if slot.missing == 1:
                 slot.alone_us = now_us
@@ -193,7 +193,11 @@ class Round:
         slots, self._slots = self._slots, {}
         for slot in slots.values():
             self._close(slot)
-        return ((rank, cost(slot.nbytes)) for slot in slots.values() for rank in slot.ranks())
+        return (
+            (rank, cost(len(slot.payloads[rank] or b"")))
+            for slot in slots.values()
+            for rank in slot.ranks()
+        )
 
     def _close(self, slot: Slot) -> None:
         self._tally.open -= 1

@@ -112,3 +112,15 @@ class _FaultyKernels:
         self._hit(Place.REDUCER_PLACED)
         self._hit(Place.REDUCER_BEFORE_SUM)
         self._kernels.reduce(inputs, out, dtype, op)
+
+    def reduce_leaves(
+        self,
+        inputs: Sequence[BytesLike],
+        ends: Sequence[int],
+        out: BytesLike,
+        dtype: DType,
+        op: ReduceOp,
+    ) -> None:
+        self._hit(Place.REDUCER_PLACED)
+        self._hit(Place.REDUCER_BEFORE_SUM)
+        self._kernels.reduce_leaves(inputs, ends, out, dtype, op)

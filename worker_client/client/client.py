@@ -15,6 +15,7 @@ import numpy as np
 
 from reducer.errors import ConfigError, LocalProtocolError, ReductionError
 from reducer.wire.constants import MAX_JOB_NAME_BYTES, DType, ReduceOp
+from reducer.wire.leaves import MAX_LEAVES, Share
 from reducer.wire.messages import worst
 from worker_client.client.summary import Summary
 from worker_client.communicators.membership import REDUCERS_TIMEOUT_S
@@ -312,29 +313,83 @@ class Client:
             if self.observer is not None:
                 self.observer.begun(name, data, op, work)
             return work
-        if service_thread.forks != self._forks:  # now: who held the lock is not in this process
-            self._check_usable()
-        call = _flight.MeteredCall(self._meter)
-        with self._order:
-            try:
-                call.begin()  # first: a call that is interrupted in a function below has a number
-                if self._given_up:
-                    self._give_up()
-                if self._casts:
-                    self._check_usable()  # before a residual is used up; others see it later
-                if shape:
-                    raise ConfigError("shape= is compared in calls with a name: give name= as well")
-                operation = self._start(
-                    call, data, op, timeout, weight=weight, residual=residual, exact=exact
-                )
-            except BaseException as error:
-                self._given_up.append((call, error))  # first: a second interrupt may follow
-                self._give_up()
-                self._observe_refusal(None, data, op, error)
-                raise
-            if self.observer is not None:
-                self.observer.begun(None, data, op, operation)
-            return operation
+        start = partial(
+            self._start,
+            data=data,
+            op=op,
+            timeout=timeout,
+            weight=weight,
+            residual=residual,
+            exact=exact,
+            shape=shape,
+        )
+        return self._begin(start, data, op)
+
+    def reduce_leaves(
+        self,
+        sums: Any,
+        share: Share,
+        op: str | ReduceOp = ReduceOp.SUM,
+        *,
+        timeout: float | str | None = None,
+    ) -> Work:
+        """Replace ``sums[0]`` by the reduction over all leaves of a step, in the order of calls.
+
+        Args:
+            sums: NumPy array or torch tensor in host memory with a first axis: for each of
+                ``share.parts`` the reduction of its leaves, as the tree has it. Travels as it is.
+            share: what `leaves` has returned.
+            op: as in `all_reduce`; a mean is over all leaves.
+            timeout: as in `all_reduce`.
+
+        Returns:
+            A handle, as `all_reduce`. Its `wait` may raise a LeavesMovedError as well: ranks were
+            lost or have joined since, and all ranks make the step again.
+
+        Raises:
+            ConfigError, LocalProtocolError: as `all_reduce`.
+        """
+        start = partial(self._start_leaves, sums=sums, share=share, op=op, timeout=timeout)
+        return self._begin(start, sums, op)
+
+    def leaves(self, count: int) -> Share:
+        """Deal the leaves of a step among the ranks that are present.
+
+        A step's batch is cut into `count` leaves, and the sum over them depends on nothing else:
+        neither on how many ranks there are, nor on which of them has which leaf (docs/leaves.md).
+
+        Args:
+            count: leaves of the step: the same at every rank, and one for each at least.
+
+        Returns:
+            Which are this rank's, and the subtrees of which it passes `all_reduce` the sums.
+
+        Raises:
+            ConfigError: there are too few or too many, or this job cannot sum leaves.
+            LocalProtocolError: the client was shut down, or belongs to the parent process.
+            ReductionError: ranks were lost, and this one cannot go on.
+        """
+        self._check_usable()
+        if self._membership_change is not None:
+            self._membership_change.settle()
+        if self.spec.fallback or self._ordered.takes_devices:
+            raise ConfigError(
+                "sums of leaves go to reducers directly: leave REDUCTION_FALLBACK and "
+                "REDUCTION_HIERARCHY out"
+            )
+        present = self.present
+        if not len(present) <= count <= MAX_LEAVES:
+            raise ConfigError(
+                f"{len(present)} ranks need as many leaves at least, and {MAX_LEAVES} at most: "
+                f"got {count}"
+            )
+        share = Share(int(count), present, present.index(self.rank))
+        if 0 < self.spec.chunk_bytes < share.least_chunk_bytes:
+            raise ConfigError(
+                f"REDUCTION_CHUNK_BYTES must be {share.least_chunk_bytes} at least for {count} "
+                f"leaves of {len(present)} ranks"
+            )
+        return share
 
     def join(self, data: Any, stand_in: Callable[[Tensor], Any]) -> Work:
         """Start a sum that ends when all ranks have started it, and no call with a name is left.
@@ -553,18 +608,78 @@ class Client:
 
     # -- the way of an all-reduce -------------------------------------------------------------
 
+    def _begin(
+        self, start: Callable[[_flight.MeteredCall], Operation], data: Any, op: str | ReduceOp
+    ) -> Operation:
+        """Make a call without a name, whatever becomes of `start`."""
+        if service_thread.forks != self._forks:  # now: who held the lock is not in this process
+            self._check_usable()
+        call = _flight.MeteredCall(self._meter)
+        with self._order:
+            try:
+                call.begin()  # first: a call that is interrupted in a function below has a number
+                if self._given_up:
+                    self._give_up()
+                if self._casts:
+                    self._check_usable()  # before a residual is used up; others see it later
+                operation = start(call)
+            except BaseException as error:
+                self._given_up.append((call, error))  # first: a second interrupt may follow
+                self._give_up()
+                self._observe_refusal(None, data, op, error)
+                raise
+            if self.observer is not None:
+                self.observer.begun(None, data, op, operation)
+            return operation
+
+    def _start_leaves(
+        self,
+        call: _flight.MeteredCall,
+        *,
+        sums: Any,
+        share: Share,
+        op: str | ReduceOp,
+        timeout: float | str | None,
+    ) -> Operation:
+        if not isinstance(share, Share) or len(sums) != len(share.parts):
+            raise ConfigError(
+                "reduce_leaves() takes one array for each part of what Client.leaves has returned: "
+                f"got {len(sums)} for {share!r:.80}"
+            )
+        view, dtype, write_back = host_buffer(sums)
+        reduction, timeout_s = parse(dtype, op, None, timeout, self.timeout_s)
+        operation = Operation(
+            view,
+            dtype,
+            reduction,
+            None,
+            timeout_s,
+            call=call,
+            data=sums,
+            write_back=write_back,
+            lead=self._ordered.wait,
+            ended=call,
+            leaves=share,
+        )
+        call.nbytes = operation.nbytes
+        self._submit(operation)
+        return operation
+
     def _start(
         self,
         call: _flight.MeteredCall,
+        *,
         data: Any,
         op: str | ReduceOp,
         timeout: float | str | None,
-        *,
         weight: float | None,
         residual: Any,
         exact: bool,
+        shape: str,
     ) -> Operation:
         """Start the all-reduce of a call without a name, and return it."""
+        if shape:
+            raise ConfigError("shape= is compared in calls with a name: give name= as well")
         array = type(data) is np.ndarray  # which is no tensor, and asked faster
         if self._stages and not array and is_on_device(data):
             self._check_usable()

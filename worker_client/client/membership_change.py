@@ -147,6 +147,14 @@ class MembershipChange:
         if self.newcomer:
             callback(Change(self._elastic.present, (self._elastic.rank,), ()))
 
+    def settle(self) -> None:
+        """Wait until the ranks have reconciled, if they are about to.
+
+        Raises:
+            ReductionError: they cannot go on.
+        """
+        self._elastic.await_members()
+
     def stop(self) -> None:
         """Let nobody in any more."""
         if self._rendezvous is not None:

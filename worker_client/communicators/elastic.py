@@ -27,7 +27,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from reducer.errors import LocalProtocolError, MismatchError, RankLostError, ReductionError
+from reducer.errors import (
+    LeavesMovedError,
+    LocalProtocolError,
+    MismatchError,
+    RankLostError,
+    ReductionError,
+)
 from reducer.wire.constants import DType, ReduceOp
 from worker_client.communicators.communicator import Communicator, Counters, LinkTraffic
 from worker_client.communicators.reconcile import NewLossError, Reconciliation
@@ -177,6 +183,12 @@ class ElasticCommunicator(Communicator):
         entry = ReplayEntry(operation)
         with self._gate:
             self._check_open()
+            share = operation.leaves
+            moved = share is not None and share.present != self.membership.present
+            if moved or (share is not None and self._recovery is not None):
+                # No rank makes this call: those that had begun it withdraw it.
+                operation.end(_moved())
+                return
             begun = self._replay_log.latest()
             if operation.refusal is not None and begun is not None and _same_call(begun, operation):
                 self._refuse(begun, operation)
@@ -324,7 +336,10 @@ class ElasticCommunicator(Communicator):
                 self._gate.notify_all()
                 return
             told = None if error is None else self.membership.renumbered(error)
-            entry.finish(bytes(entry.operation.view) if told is None else None, told)
+            entry.finish(
+                bytes(entry.operation.view[: entry.operation.nbytes]) if told is None else None,
+                told,
+            )
             self._replay_log.contributors = self.membership.present
             if self._admits(entry):
                 self._recover()
@@ -524,6 +539,9 @@ class ElasticCommunicator(Communicator):
             self._recovery = None
             if self._losses.suspects:
                 self._recover()  # more were lost meanwhile
+            for entry in self._replay_log.withdraw_leaves():
+                entry.finish(None, _moved())
+                losses.ends.append(entry)
             for entry in self._replay_log:
                 if entry.over:
                     entry.last = last_agreement
@@ -642,6 +660,13 @@ def _log(level: int, change: Change, lost: frozenset[int]) -> None:
             ", ".join(map(str, sorted(lost))),
             present,
         )
+
+
+def _moved() -> LeavesMovedError:
+    return LeavesMovedError(
+        "ranks were lost or have joined since the leaves of this step were dealt: make the whole "
+        "step again, with what Client.leaves says now"
+    )
 
 
 def _same_call(entry: ReplayEntry, operation: Operation) -> bool:

@@ -69,12 +69,12 @@ class Reconciliation:
     def _supply(self, entry: ReplayEntry, supplier: int, timeout_s: float) -> None:
         """Give everyone the result that one rank has: the others add zeros to its bytes."""
         mine = entry.result if supplier == self._me else None
-        data = bytearray(entry.operation.view.nbytes if mine is None else mine)
+        data = bytearray(entry.operation.nbytes if mine is None else mine)
         agreement = Operation(memoryview(data), DType.UINT8, ReduceOp.SUM, "a result", timeout_s)
         self._ask(agreement)
         self.last = agreement.sequence
         if not entry.over:
-            entry.operation.view[:] = data
+            entry.operation.view[: len(data)] = data
             entry.finish(bytes(data), None)
             self.ends.append(entry)
 

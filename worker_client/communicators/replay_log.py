@@ -39,6 +39,11 @@ class ReplayEntry:
         """Whether it has ended here."""
         return self.result is not None or self.error is not None
 
+    @property
+    def withdrawn(self) -> bool:
+        """Whether it can only be made anew by its caller: a sum of leaves that has not ended."""
+        return self.operation.leaves is not None and not self.over
+
     def begin(self, ended: Ended) -> Operation:
         """Return a fresh attempt, with the contribution in the buffer; `ended` hears of its end."""
         call = self.operation
@@ -53,6 +58,7 @@ class ReplayEntry:
             call=call.call,
             refusal=call.refusal,
             ended=ended,
+            leaves=call.leaves,
         )
         return self.attempt
 
@@ -150,6 +156,20 @@ class ReplayLog:
         """Forget what has ended, though others may lack it: there is no reconciling any more."""
         with self._lock:
             self._entries = {at: entry for at, entry in self._entries.items() if not entry.over}
+
+    def withdraw_leaves(self) -> list[ReplayEntry]:
+        """Forget the sums of leaves that have not ended, at all ranks alike; return them.
+
+        They were dealt among other ranks. Later calls move up: no rank makes these any more.
+        """
+        with self._lock:
+            gone = [entry for entry in self._entries.values() if entry.withdrawn]
+            first = min(self._entries, default=self.next)
+            kept = [entry for entry in self._entries.values() if not entry.withdrawn]
+            self._entries = dict(enumerate(kept, first))
+            self._doomed = {at - len(gone): doom for at, doom in self._doomed.items()}
+            self.next -= len(gone)
+            return gone
 
     def prune(self, reached: float) -> None:
         """Forget what has ended at every rank: all-reduces below `reached` of this membership."""

@@ -44,6 +44,7 @@ cdef extern from "worker_client/protocol/all_reduce.h" nogil:
         void *data
         uint64_t nbytes, call, tag
         double timeout_s
+        uint32_t leaves, parts
         uint8_t dtype, op
         bint unready
         void *owner
@@ -70,6 +71,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         header_t header
         all_reduce *asked
         unsigned char *data
+        uint32_t parts
         operation_t *following
 
     const double of_c_STRAGGLER_S "STRAGGLER_S"
@@ -106,6 +108,7 @@ cdef extern from "worker_client/protocol/flight.h" nogil:
         durations_t unowned
         double earliest, measured_since, large_ended, fast_path_limit
         uint32_t epoch
+        bint lacks_leaves
         numbering_t numbering
         cuts_t cuts
         block_pool pool
@@ -184,6 +187,7 @@ cdef class OperationState(Call):
     cdef all_reduce *c  # that, or another thread's that Python has not asked for
     cdef public object view, dtype, op, name, call, refusal, residual, data, write_back, ended
     cdef public object error, pieces, fill
+    cdef readonly object leaves
     cdef public object _lead, _missing, _future, _waiters, _lock, _release, _claims
     cdef public bint more, rounded, over, overdue, unwatched, cut
 

@@ -7,6 +7,7 @@ from typing import Any
 from reducer.errors import ReductionError
 from reducer.wire.constants import DType, ReduceOp
 from reducer.wire.header import Buffer, Header
+from reducer.wire.leaves import Share
 from worker_client.protocol.flight import Carried, LinkShard, LinkStats, Send
 from worker_client.protocol.operation import Operation
 from worker_client.work import Ended, Lead
@@ -56,6 +57,12 @@ class OperationState(Call):
     data: Any
     write_back: Callable[[], object] | None
     ended: Ended | None
+    @property
+    def leaves(self) -> Share | None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def cuts_apart(self) -> bool: ...
     over: bool
     sequence: int
     since: int
@@ -97,6 +104,7 @@ class OperationState(Call):
         write_back: Callable[[], object] | None = None,
         lead: Lead | None = None,
         ended: Ended | None = None,
+        leaves: Share | None = None,
     ) -> None: ...
 
 class CompiledFlight:
@@ -121,6 +129,7 @@ class CompiledFlight:
     def large(self) -> int: ...
     @property
     def fast_path_limit(self) -> float: ...
+    lacks_leaves: bool
     @property
     def end_of_numbers(self) -> int: ...
     def set_steady(self, until: float, epoch: int = 0) -> None: ...

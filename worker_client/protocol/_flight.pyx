@@ -125,12 +125,12 @@ cdef class OperationState(Call):
     def __init__(
         self, view, dtype, op, name, double timeout_s, *, Call call=None, refusal=None,
         bint more=False, bint rounded=False, residual=None, data=None, write_back=None, lead=None,
-        ended=None,
+        ended=None, leaves=None,
     ):
         self.view, self.dtype, self.op, self.name = view, dtype, op, name
         self.own.timeout_s, self.own.tag = timeout_s, fingerprint(name) if name else 0
         self.call, self.refusal, self.more = call, refusal, more
-        self.rounded, self.residual = rounded, residual
+        self.rounded, self.residual, self.leaves = rounded, residual, leaves
         self.data, self.write_back, self.ended = data, write_back, ended
         self.own.sequence = -1
         self.own.owner = <void *>self
@@ -149,7 +149,9 @@ cdef class OperationState(Call):
             return
         PyObject_GetBuffer(self.view, &memory, PyBUF_SIMPLE)
         PyBuffer_Release(&memory)  # this holds the view
-        self.own.data, self.own.nbytes = memory.buf, memory.len
+        self.own.data, self.own.nbytes = memory.buf, self.nbytes
+        if self.leaves is not None:
+            self.own.leaves, self.own.parts = self.leaves.count, len(self.leaves.parts)
         self.own.dtype, self.own.op = self.dtype, self.op
         self.own.call = 0 if self.call is None else (<Call>self.call).number
         self.own.unready = (
@@ -157,7 +159,18 @@ cdef class OperationState(Call):
             or self.fill is not None
             or self.refusal is not None
             or self.name is not None
+            or self.cuts_apart
         )
+
+    @property
+    def nbytes(self):
+        """Bytes of the result, with which `view` begins."""
+        return self.view.nbytes if self.leaves is None else self.view.nbytes // len(self.leaves.parts)
+
+    @property
+    def cuts_apart(self):
+        """Whether its chunks are smaller than others', for the sake of several subtrees in each."""
+        return self.leaves is not None and self.leaves.most_parts > 1
 
     @property
     def _ended(self):
@@ -350,6 +363,14 @@ cdef class CompiledFlight:
         self.c.earliest = when
 
     @property
+    def lacks_leaves(self):
+        return self.c.lacks_leaves
+
+    @lacks_leaves.setter
+    def lacks_leaves(self, bint lacks):
+        self.c.lacks_leaves = lacks
+
+    @property
     def fast_path_limit(self):
         return self.c.fast_path_limit
 
@@ -415,10 +436,10 @@ cdef class CompiledFlight:
                 raise BufferError("the result cannot be written to its buffer")
             begun = flight_submit(
                 &self.c, asked, chunk_bytes, epoch, wanted, len(shards), now
-            ) and cuts_remember(
+            ) and (operation.cuts_apart or cuts_remember(
                 &self.c.cuts, asked.nbytes, asked.sequence, asked.dtype, chunk_bytes, wanted,
                 len(shards),
-            )
+            ))
         finally:
             free(wanted)
         if not begun:
@@ -466,8 +487,11 @@ cdef class CompiledFlight:
         cdef contribution next
         sends = []
         while flight_next_in_turn(&self.c, &turn, now_ns, &next):
-            view = self.owner(next.chunk.of.of.asked).view
-            payload = view[next.header.offset:next.header.offset + next.header.nbytes]
+            operation = self.owner(next.chunk.of.of.asked)
+            start, nbytes = next.header.offset, next.header.nbytes
+            parts = [operation.view[at + start:at + start + nbytes]
+                     for at in range(0, max(operation.view.nbytes, 1), max(operation.nbytes, 1))]
+            payload = parts[0] if len(parts) == 1 else b"".join(parts)
             sends.append(Send(next.chunk.link, (<char *>&next.header)[:HEADER_BYTES], payload))
         return sends
 

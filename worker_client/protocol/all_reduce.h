@@ -17,6 +17,8 @@ struct all_reduce {
     uint64_t call; /* what all of one call have in common; 0: it is a call of its own */
     uint64_t tag;  /* of its name, 0 without one */
     double timeout_s;
+    uint32_t leaves; /* 0: none; else `data` has subtrees of `nbytes` each, in place of one buffer, */
+    uint32_t parts;  /* so many; the result replaces the first */
     uint8_t dtype, op;
     bool unready; /* the session is to begin it: it has a name, is yet to be filled, or is refused */
     void *owner;  /* the Python object that is told of its end; NULL: none is */

@@ -53,6 +53,11 @@ uint32_t chunk_nbytes(const struct chunk *chunk)
     return (uint32_t)(left < most ? left : most);
 }
 
+uint32_t chunk_contribution(const struct chunk *chunk)
+{
+    return chunk->of->of->parts * chunk_nbytes(chunk);
+}
+
 struct chunk *operation_chunk(const struct operation *operation, uint64_t offset)
 {
     size_t low = 0, high = operation->shard_count;

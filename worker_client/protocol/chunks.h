@@ -42,6 +42,7 @@ struct operation {
     struct all_reduce *asked;    /* what it does, until its end was told */
     struct header header;        /* what its contributions have in common */
     uint64_t chunk_bytes;        /* size of every chunk but the last of each shard */
+    uint32_t parts;              /* subtrees of leaves in a contribution; without leaves 1 */
     uint64_t remaining;          /* chunks whose result has not come */
     uint64_t retained;           /* chunks whose result is kept */
     unsigned char *data;         /* where results go: the caller's, until the operation has ended */
@@ -74,6 +75,8 @@ bool operation_needs(const struct operation *operation, uint32_t link);
 
 uint64_t chunk_offset(const struct chunk *chunk);
 uint32_t chunk_nbytes(const struct chunk *chunk);
+/* Bytes of a chunk's contribution: it may be several subtrees. */
+uint32_t chunk_contribution(const struct chunk *chunk);
 /* Whether a chunk comes before another one, in the order that is the same at every rank. */
 bool chunk_precedes(const struct chunk *one, const struct chunk *other);
 

@@ -43,7 +43,7 @@ void flight_settle(struct flight *flight, struct chunk *chunk, enum chunk_state 
         chunk_list_take_out(&link->queue, chunk);
     if (chunk->state == CHUNK_SENT) {
         chunk_list_take_out(&link->sent, chunk);
-        link->in_flight -= window_cost(chunk_nbytes(chunk));
+        link->in_flight -= window_cost(chunk_contribution(chunk));
     }
     chunk->state = state;
 }
@@ -180,6 +180,7 @@ bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chu
     operation->asked = asked;
     operation->data = asked->data;
     operation->source = asked->source == NULL ? asked->data : asked->source;
+    operation->parts = asked->leaves == 0 ? 1 : asked->parts;
     struct header *said = &operation->header;
     *said = flight->identity;
     said->sequence = sequence;
@@ -188,6 +189,7 @@ bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chu
     said->dtype = said->wire_dtype = asked->dtype;
     said->op = asked->op;
     said->tag = asked->tag;
+    said->window = asked->leaves; /* their field in a contribution */
     said->since = (uint32_t)asked->since;
     said->history = asked->history;
     flight->ring[sequence & flight->mask] = operation;
@@ -205,6 +207,8 @@ bool flight_submit(struct flight *flight, struct all_reduce *asked, uint64_t chu
 bool flight_begin(struct flight *flight, struct all_reduce *asked, double now)
 {
     uint64_t sequence = numbering_next(&flight->numbering, asked);
+    if (asked->leaves != 0 && flight->lacks_leaves)
+        return false;
     if (asked->unready || sequence == NO_SEQUENCE || (double)sequence >= flight->fast_path_limit)
         return false;
     const struct cut *cut = cuts_find(&flight->cuts, asked->nbytes, sequence, asked->dtype);
@@ -240,7 +244,7 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     const struct header *common = &chunk->of->of->header;
     if (common->sequence >= flight->watermark + MAX_ROUNDS_AHEAD)
         return false;
-    uint32_t nbytes = chunk_nbytes(chunk);
+    uint32_t nbytes = chunk_contribution(chunk);
     /* What was moved here may precede all in flight; that must not wait for them, as at another
      * rank they may wait for it. */
     if (link->in_flight + window_cost(nbytes) > link->window && sent != NULL &&
@@ -258,7 +262,7 @@ bool flight_next(struct flight *flight, uint32_t link_index, uint64_t now_ns,
     next->header = *common;
     next->header.watermark = flight->watermark;
     next->header.offset = chunk_offset(chunk);
-    next->header.nbytes = nbytes;
+    next->header.nbytes = chunk_nbytes(chunk);
     return true;
 }
 

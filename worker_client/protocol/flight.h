@@ -54,6 +54,7 @@ struct flight {
      * unless something happens: then the session sets 0. */
     double fast_path_limit;
     uint32_t epoch;
+    bool lacks_leaves; /* a reducer has welcomed us that cannot sum leaves */
     struct operation *completed; /* that the session has not heard of, latest first */
     struct operation *ended;     /* whose results are kept, latest first */
 };

@@ -156,6 +156,8 @@ class Joining:
             link.index, header.window, share, link.round_trip_s, can_grow=can_grow
         )
         self._context.flight.open(link.index)
+        if not welcome.features & Feature.LEAVES:
+            self._context.flight.lacks_leaves = True
         link.ticket = welcome.ticket
         link.resumes = bool(welcome.features & Feature.RESUME)
         connects = []

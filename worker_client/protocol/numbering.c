@@ -42,7 +42,8 @@ bool numbering_give(struct numbering *numbering, struct all_reduce *asked)
     asked->history = numbering->history;
     if ((uint64_t)numbering->number >= numbering->since) {
         uint64_t what = asked->nbytes << 8 | (uint64_t)asked->dtype << 4 | asked->op;
-        numbering->history = (numbering->history ^ asked->tag) * FACTOR + what;
+        uint64_t told = asked->tag ^ (uint64_t)asked->leaves << 32;
+        numbering->history = (numbering->history ^ told) * FACTOR + what;
     }
     return true;
 }

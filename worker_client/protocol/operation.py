@@ -31,7 +31,8 @@ class Operation(_flight.OperationState, Work):
     """What is asked for, and the handle of its caller; how far it is, the flight knows.
 
     Args:
-        view: the buffer's bytes, writable; the result replaces them chunk by chunk.
+        view: the buffer's bytes, writable; the result replaces them chunk by chunk. With leaves
+            those of this rank's subtrees, one buffer after another; the result replaces the first.
         dtype: element type of the buffer.
         op: reduction.
         name: the caller's name for it, compared between ranks; None for none.
@@ -46,11 +47,14 @@ class Operation(_flight.OperationState, Work):
         data, write_back: as of `Work`.
         lead: called by a thread that waits, with `done` and until when: it may bring the end
             nearer. None if others bring it.
+        leaves: what this rank has of a step's leaves, if it is their sum; None else.
         ended: called with its error or None before waiting threads are told, when nothing reads or
             writes `view` any more; once more after an interrupt. None when it is over.
 
     Attributes:
         over: whether its caller has been told of its end.
+        nbytes: size of the result.
+        cuts_apart: whether its chunks are smaller than others', as each has several subtrees.
         sequence: its number within the job, given at submission.
         since, history: a checksum of what was asked for before, and the call that it begins with.
         deadline: absolute time by which it must be done, in seconds of the session's clock.
@@ -137,7 +141,7 @@ class Operation(_flight.OperationState, Work):
         """Say which all-reduce this is, for errors and logs."""
         name = f" {self.name!r}" if self.name else ""
         number = "" if self.sequence < 0 else f" {self.sequence // PLACES}"
-        return f"all-reduce{number}{name} ({self.view.nbytes} bytes of {self.dtype.name})"
+        return f"all-reduce{number}{name} ({self.nbytes} bytes of {self.dtype.name})"
 
 
 @dataclass

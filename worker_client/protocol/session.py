@@ -30,7 +30,7 @@ from worker_client.protocol.failover import Failover
 from worker_client.protocol.flight import Action, Finish, HandOver, Reset, Send
 from worker_client.protocol.joining import Joining, may_pass
 from worker_client.protocol.lifecycle import FIRST_PLACE, Calls, LostRankTracker
-from worker_client.protocol.operation import Unfinished
+from worker_client.protocol.operation import Unfinished, refused
 from worker_client.protocol.phase import Occurrence, Phase
 from worker_client.protocol.shard_map import Stage
 
@@ -169,6 +169,9 @@ class Session:
         """Start an all-reduce; the order of calls must be the same at every rank."""
         if self.flight.begin(operation, now):
             return []
+        if operation.leaves is not None and self.flight.lacks_leaves:
+            why = "a reducer of this job cannot sum leaves: install this version there as well"
+            operation.refusal = operation.refusal or refused(self.spec.rank, why)
         self.calls.numbering.give(operation)
         if operation.sequence < self.flight.fast_path_limit and operation.refusal is None:
             self._begin(operation, now)
@@ -221,8 +224,10 @@ class Session:
 
     def _begin(self, operation: Operation, now: float) -> list[LinkShard]:
         """Hand an all-reduce to the flight; return the parts that it was cut into."""
-        nbytes, dtype = operation.view.nbytes, operation.dtype
+        nbytes, dtype = operation.nbytes, operation.dtype
         shards, chunk_bytes = self.plan.cut(nbytes, operation.sequence, dtype)
+        if operation.leaves is not None:
+            chunk_bytes = operation.leaves.chunk_bytes(chunk_bytes)
         self.flight.submit(operation, shards, chunk_bytes, self._context.map.epoch, now)
         if operation.name:
             self.calls.names.remember(operation)
@@ -307,7 +312,7 @@ class Session:
         """Record that the flight has all results of these all-reduces."""
         actions: list[Action] = []
         for operation in operations:
-            if operation.view.nbytes >= MEASURED_BYTES:
+            if operation.nbytes >= MEASURED_BYTES:
                 self._context.flow.ended(now)
             if operation is self.calls.agreement:
                 actions += self._answered(operation.sequence, None)

@@ -362,6 +362,24 @@ static struct connection *pick(const struct loop *loop, uint32_t main)
     return loop->line[self->picked].connection;
 }
 
+/* Queues a contribution of several subtrees of leaves, which lie apart. */
+static bool send_subtrees(struct loop *loop, struct connection *connection,
+                          const struct contribution *next)
+{
+    const struct operation *operation = next->chunk->of->of;
+    size_t nbytes = next->header.nbytes;
+    struct block *block = block_take(&loop->flight->pool, operation->parts * nbytes);
+    if (block == NULL)
+        return false;
+    const unsigned char *subtree = operation->source + next->header.offset;
+    for (uint32_t part = 0; part < operation->parts; part++)
+        memcpy(block->data + part * nbytes, subtree + part * operation->header.total_bytes, nbytes);
+    bool sent = connection_send(connection, &next->header, block->data, block->nbytes, block,
+                                NO_SEQUENCE);
+    block_drop(&loop->flight->pool, block);
+    return sent;
+}
+
 /* Queues a contribution, and returns where. One to a reducer that is not connected is dropped: the
  * session hears of that, or the deadline comes. */
 static struct connection *queue_contribution(struct loop *loop, const struct contribution *next)
@@ -376,6 +394,9 @@ static struct connection *queue_contribution(struct loop *loop, const struct con
     if (next->header.sequence % PLACES == 0) { /* the ranks' own question: nobody says when its
                                                   buffer is let go */
         if (!send_copy(loop, connection, &next->header, data, next->header.nbytes))
+            connection_break(connection, ENOMEM);
+    } else if (next->chunk->of->of->parts > 1) {
+        if (!send_subtrees(loop, connection, next))
             connection_break(connection, ENOMEM);
     } else if (!connection_send(connection, &next->header, data, next->header.nbytes, NULL,
                                 next->header.sequence)) {

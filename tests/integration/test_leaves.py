@@ -1,0 +1,124 @@
+"""Sums of leaves: the same bits for any number of ranks and reducers, and whoever dies."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from reducer.errors import ConfigError, MismatchError
+from reducer.wire.constants import ReduceOp
+from tests.conftest import joined, local_pool
+from tests.integration.calls import process_of, reduced
+from tests.kernels.test_leaves import node, root
+from tests.ranks import environments
+from tests.ranks import ranks as run
+
+SIZES = (0, 1, 1000, 70_001, 600_000)  # elements
+
+
+def leaves_of(count, size, dtype=np.float32):
+    rng = np.random.default_rng([count, size])
+    return [(rng.standard_normal(size) * 10.0 ** (leaf % 7)).astype(dtype) for leaf in range(count)]
+
+
+def subtree_sums(leaves, share):
+    """What a rank passes: for each of its subtrees the node above its leaves."""
+    parts = [leaves[part.start : part.stop] for part in share.parts]
+    sums = [node(own, np.add, 0, 1 << (len(own) - 1).bit_length()) for own in parts]
+    return np.stack(sums)
+
+
+def sums(clients, leaves, op="sum"):
+    """All ranks' results of the sum of these leaves."""
+    given, works = [], []
+    for client in clients:
+        share = client.leaves(len(leaves))
+        given.append(subtree_sums(leaves, share))
+        works.append(client.reduce_leaves(given[-1], share, op))
+    for work in works:
+        work.wait(30)
+    return [array[0] for array in given]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("reducers", [1, 3])
+def test_the_bits_are_those_of_the_tree(ranks, reducers):
+    job = f"leaves-{ranks}"
+    with local_pool(reducers) as servers, joined(ranks, servers=servers, job=job) as clients:
+        for count, size in product((8, 24), SIZES):
+            leaves = leaves_of(count, size)
+            for op, kind in (("sum", ReduceOp.SUM), ("mean", ReduceOp.MEAN)):
+                total = root(leaves, kind).tobytes()
+                for rank, result in enumerate(sums(clients, leaves, op)):
+                    assert result.tobytes() == total, f"{rank=} {count=} {size=} {op=}"
+
+
+def test_other_calls_and_other_leaves_in_between():
+    """Chunks are cut by the number of subtrees, and other calls of the size as ever."""
+    leaves = leaves_of(9, 300_000)
+    with local_pool(2) as servers, joined(4, servers=servers, job="between") as clients:
+        for _ in range(3):
+            ones = [np.ones(300_000, np.float32) for _ in clients]
+            assert all((one == 4).all() for one in reduced(clients, ones, "sum"))
+            for count in (4, 9):
+                total = root(leaves[:count], ReduceOp.SUM).tobytes()
+                assert {each.tobytes() for each in sums(clients, leaves[:count])} == {total}
+
+
+def test_a_reducer_dies_in_between():
+    leaves = leaves_of(24, 400_000)
+    total = root(leaves, ReduceOp.SUM).tobytes()
+    with local_pool(3) as servers, joined(5, servers=servers, job="dies") as clients:
+        assert {each.tobytes() for each in sums(clients, leaves)} == {total}
+        works, given = [], []
+        for client in clients:
+            share = client.leaves(24)
+            for _ in range(8):
+                given.append(subtree_sums(leaves, share))
+                works.append(client.reduce_leaves(given[-1], share))
+        process_of(servers[1]).kill()
+        for work in works:
+            work.wait(30)
+        assert {array[0].tobytes() for array in given} == {total}
+
+
+def test_ranks_that_disagree_on_the_leaves_are_told():
+    with local_pool(1) as servers, joined(2, servers=servers, job="disagree") as clients:
+        works = []
+        for client, count in zip(clients, (4, 8), strict=True):
+            share = client.leaves(count)
+            array = np.ones((len(share.parts), 10), np.float32)
+            works.append(client.reduce_leaves(array, share))
+        for work in works:
+            with pytest.raises(MismatchError, match="leaves"):
+                work.wait(10)
+
+
+def test_what_cannot_be_is_refused():
+    with local_pool(1) as servers, joined(2, servers=servers, job="refused") as clients:
+        client = clients[0]
+        for count in (0, 1, (1 << 16) + 1):
+            with pytest.raises(ConfigError, match="leaves"):
+                client.leaves(count)
+        share = client.leaves(3)
+        with pytest.raises(ConfigError, match="one array for each"):
+            client.reduce_leaves(np.ones((len(share.parts) + 1, 4), np.float32), share)
+        with pytest.raises(ConfigError, match=r"Client\.leaves"):
+            client.reduce_leaves(np.ones((3, 4), np.float32), 3)
+
+
+def fingerprints(ranks, reducers, count, **settings):
+    """Of the weights of a training with leaves, at every rank."""
+    with local_pool(reducers) as servers:
+        how = environments(ranks, servers if reducers else (), **settings)
+        with run(how, "-m", "tests.integration.leaves_rank", str(count), "12") as job:
+            return job.results()
+
+
+@pytest.mark.parametrize("wire", ["none", "bf16"])
+def test_a_training_ends_with_the_same_weights_for_any_number_of_ranks(wire):
+    for count in (8, 24):
+        found = set()
+        for ranks, reducers in ((1, 1), (3, 2), (5, 1)):
+            found.update(fingerprints(ranks, reducers, count, REDUCTION_WIRE_DTYPE=wire))
+        assert len(found) == 1, found
