@@ -69,12 +69,7 @@ class Header(NamedTuple):
         if magic != MAGIC:
             raise RemoteProtocolError(f"a header starts with {MAGIC!r}, got {magic!r}")
         if major != VERSION_MAJOR:
-            raise VersionError(
-                f"this side speaks protocol {VERSION}, the peer {major}.x: "
-                "install the same major version of reduction-server on both",
-                expected=VERSION,
-                got=f"{major}.x",
-            )
+            raise version_error(f"{major}.x")
         if len(data) != HEADER_BYTES:
             raise RemoteProtocolError(f"a header has {HEADER_BYTES} bytes, got {len(data)}")
         _, _, kind, *rest = LAYOUT.unpack(data)
@@ -84,6 +79,16 @@ class Header(NamedTuple):
         if header.flags:
             raise RemoteProtocolError(f"flags {header.flags:#x} belong to no agreed feature")
         return header
+
+
+def version_error(got: str) -> VersionError:
+    """Return the error of a peer that speaks `got`, of another major version."""
+    return VersionError(
+        f"this side speaks protocol {VERSION}, the peer {got}: "
+        "install the same major version of reduction-server on both",
+        expected=VERSION,
+        got=got,
+    )
 
 
 _TYPES = {int(kind): kind for kind in MessageType}

@@ -31,7 +31,7 @@ from reducer.wire.constants import (
     VERSION_MAJOR,
     ErrorCode,
 )
-from reducer.wire.header import VERSION, Buffer
+from reducer.wire.header import VERSION, Buffer, version_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -320,11 +320,7 @@ class Stragglers:
 
 def _check_version(version: str) -> None:
     if version.partition(".")[0] != str(VERSION_MAJOR):
-        raise errors.VersionError(
-            f"this side speaks protocol {VERSION}, the peer {version}",
-            expected=VERSION,
-            got=version,
-        )
+        raise version_error(version)
 
 
 def encode(body: Hello | Challenge | Welcome | Stream | Loss | Stragglers) -> bytes:

@@ -12,7 +12,7 @@ from tests.ranks import environments, ranks
 from tests.waits import eventually
 from worker_client.client import summary
 from worker_client.client.bootstrap import connect
-from worker_client.client.summary import Summary
+from worker_client.client.summary import Summary, lasting
 from worker_client.communicators.communicator import LinkTraffic
 from worker_client.protocol._flight import Durations
 
@@ -164,6 +164,12 @@ def test_the_straggler_is_told_by_one_rank():
     assert str(replace(found, traffic=waits)).endswith(late)
     assert str(replace(found, rank=2, traffic=waits)) == str(replace(found, rank=2))
     assert "ranks waited" not in str(replace(found, traffic=LinkTraffic(waited_for_s={1: 0.04})))
+
+
+def test_a_duration_has_two_digits_and_the_unit_that_it_is_rounded_to():
+    said = {9.996e-4: "1 ms", 0.0994: "99 ms", 0.9949: "990 ms", 0.9996: "1 s", 71.4: "71 s"}
+    assert {seconds: lasting(seconds) for seconds in said} == said
+    assert [lasting(each, digits=4) for each in (0, 1.25, 0.0175)] == ["0 us", "1.25 s", "17.5 ms"]
 
 
 def test_what_was_measured_is_told_in_a_line():

@@ -104,6 +104,7 @@ def test_what_other_versions_say():
     with pytest.raises(VersionError) as refusal:
         decode(Hello, json.dumps(values).encode())
     assert (refusal.value.expected, refusal.value.got) == ("1.0", "2.3")
+    assert "install the same major version" in str(refusal.value)
 
 
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode))

@@ -381,6 +381,10 @@ def test_the_command_says_what_it_has_written(a_job, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.png"}
 
 
+HIGHEST_CELL = "Math.max(...[...document.querySelectorAll('td')].map(cell => cell.offsetHeight))"
+LINE = 20  # pixels
+
+
 def test_a_browser_shows_it(a_job, tmp_path):
     report([a_job], tmp_path / "report.html")
     with browser() as launched:
@@ -390,4 +394,6 @@ def test_a_browser_shows_it(a_job, tmp_path):
                 seen.shows("li", "The others waited for rank 1 alone for ")
                 assert seen.page.locator("figure svg").count() == 4
                 assert seen.spare_width() >= 0
+                wrapped = seen.page.evaluate(HIGHEST_CELL) >= 2 * LINE
+                assert window == PHONE or not wrapped
                 assert (seen.errors, seen.asked) == ([], {""})

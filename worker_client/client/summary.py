@@ -136,11 +136,11 @@ def speed(rate: float, carries: float) -> str:
     return f"{rate / one:.3g}{of} {unit}/s"
 
 
-def lasting(seconds: float) -> str:
-    """Return a duration in two digits."""
-    one, unit = next(((one, unit) for one, unit in _TIMES if seconds >= one), _TIMES[-1])
-    value = float(f"{seconds / one:.2g}")
-    return f"{value:g} {unit}"
+def lasting(seconds: float, digits: int = 2) -> str:
+    """Return a duration in so many digits."""
+    said = float(f"{seconds:.{digits}g}")  # 0.9996 s are 1 s, not 1000 ms
+    one, unit = next(((one, unit) for one, unit in _TIMES if said >= one), _TIMES[-1])
+    return f"{said / one:g} {unit}"
 
 
 def _unit(count: float) -> tuple[float, str]:

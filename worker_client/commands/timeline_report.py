@@ -57,8 +57,9 @@ figure, .table { margin: 1em 0; overflow-x: auto }
 svg { max-width: 100%; height: auto }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums }
 th, td { padding: .15em .6em; text-align: right; vertical-align: top }
-td { border-top: 1px solid #ccc }
-th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere }
+td { border-top: 1px solid #ccc; white-space: nowrap }
+th:first-child, td:first-child { text-align: left }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 6em }
 p, li { max-width: 45em; overflow-wrap: anywhere }
 """
 
@@ -315,7 +316,7 @@ def _draw_late(found: Figures, axes: Axes) -> None:
     late = found.late[:MOST_BARS]
     axes.barh(range(len(late)), [one.total_us / 1e6 for one in late], color=COLOURS[FOR_A_RANK])
     _name_bars(axes, [one.name for one in late])
-    axes.xaxis.set_major_formatter(lambda seconds, _: lasting(seconds))
+    axes.xaxis.set_major_formatter(lambda seconds, _: lasting(seconds, digits=4))
     axes.set_xlabel("for so long the others waited for this rank alone")
 
 
