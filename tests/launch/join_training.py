@@ -1,4 +1,7 @@
-"""Trains on a part of each batch, after `python train.py FILE SECONDS`, which are for a sample."""
+"""Trains on a part of each batch: `python train.py FILE SECONDS WAY`, the seconds of a sample.
+
+The way is by which the mean of all gradients becomes that of the whole batch.
+"""
 
 import json
 import os
@@ -27,27 +30,31 @@ def network():
     return torch.nn.Linear(FEATURES, FEATURES)
 
 
-def trained(model, part, compute):
+def trained(model, part, compute, scale=1.0):
     """Train a model on a part of each batch, and return its weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         samples = batch(step)[part.start : part.stop]
         compute(len(samples))
-        loss = (model(samples) - samples.flip(1)).square().mean()
+        loss = (model(samples) - samples.flip(1)).square().mean() * scale
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return torch.cat([one.detach().flatten() for one in model.parameters()])
 
 
-def main(file, sample_s):
+def main(file, sample_s, way):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = DistributedDataParallel(network(), bucket_cap_mb=64)
     worker_client.attach(model)
     part = worker_client.batch_part(SAMPLES)
-    ddp.state_of(model).weight = len(part)
-    weights = trained(model, part, lambda samples: time.sleep(sample_s * samples))
+    scale = 1.0
+    if way == "weight":
+        ddp.state_of(model).weight = len(part)
+    else:
+        scale = len(part) * dist.get_world_size() / SAMPLES
+    weights = trained(model, part, lambda samples: time.sleep(sample_s * samples), scale)
     said = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "REDUCTION_WIRE_DTYPE")}
     shares = os.environ.get("REDUCTION_BATCH_SHARES")
     Path(file).write_text(json.dumps([said, shares, len(part), weights.tolist()]))
@@ -56,4 +63,4 @@ def main(file, sample_s):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), sys.argv[3])

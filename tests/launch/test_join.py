@@ -256,21 +256,23 @@ def outputs_of(*scripts, **how):
     return outputs
 
 
-def train(tmp_path, sample_s, **how):
+def train(tmp_path, sample_s, way="weight", **how):
     """Train on machines on which a sample takes so long; return what each rank has left."""
     files = [tmp_path / "first", tmp_path / "other"]
-    scripts = [[TRAINING, str(file), str(s)] for file, s in zip(files, sample_s, strict=True)]
+    scripts = [[TRAINING, str(file), str(s), way] for file, s in zip(files, sample_s, strict=True)]
     outputs_of(*scripts, **how)
     return [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.extended_cases("loss")
 @pytest.mark.timeout(400)
-def test_unlike_machines_train_as_one_with_the_whole_batch(tmp_path):
+@pytest.mark.parametrize("way", ["weight", "loss"])
+def test_unlike_machines_train_as_one_with_the_whole_batch(tmp_path, way):
     torch = pytest.importorskip("torch", reason="needs torch")
     from tests.launch import join_training as its  # noqa: PLC0415 (loads torch)
 
     exact = {"REDUCTION_WIRE_DTYPE": "none"}  # of the first machine, which tells the other
-    first, other = train(tmp_path, (0.002, 0.006), settings=(exact, {}))
+    first, other = train(tmp_path, (0.002, 0.006), way, settings=(exact, {}))
     assert [one[0]["RANK"] for one in (first, other)] == ["0", "1"]
     assert [one[0]["REDUCTION_WIRE_DTYPE"] for one in (first, other)] == ["none"] * 2
     assert first[1] == other[1]
