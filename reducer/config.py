@@ -36,7 +36,7 @@ WORKER_SETTINGS = (
     *("servers", "embedded", "encrypt", "job", "generation", "chunk_bytes", "window_bytes"),
     *("timeout", "connect_timeout", "fusion_threshold", "cycle_time", "fallback"),
     *("on_rank_lost", "join", "hierarchy", "wire_dtype", "heartbeat", "patience", "streams"),
-    *("wait_for_reducers", "dump", "interface", "libpython"),
+    *("wait_for_reducers", "dump", "interface", "libpython", "batch_shares"),
 )
 _OF_REFERENCE = {"bind", "insecure", "impl", "kernel", "io_threads", "config"}
 KernelName = Literal["avx512", "avx2", "neon", "generic", "numpy"]

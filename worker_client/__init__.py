@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from worker_client.config import InitSettings
     from worker_client.work import Work
 
-__all__ = ["Client", "Work", "attach", "init"]
+__all__ = ["Client", "Work", "attach", "batch_part", "init"]
 
 _LAZY = {"Client": "worker_client.client.client", "Work": "worker_client.work"}
 
@@ -90,6 +90,23 @@ def attach(
     """
     used: Client = import_module("worker_client.ddp").attach(ddp_model, client, exclude=exclude)
     return used
+
+
+def batch_part(samples: int) -> range:
+    """Return which samples of a global batch are this rank's, by `REDUCTION_BATCH_SHARES`.
+
+    The ranks' parts follow each other, and together are the batch. Give the number of a rank's
+    samples as the weight of its gradients (`worker_client.ddp.ReductionState.weight`): their mean
+    is then that of the whole batch.
+
+    Args:
+        samples: of the global batch, the same at every rank; at least one for each.
+
+    Raises:
+        ConfigError: there are fewer, or shares are not as many as ranks.
+    """
+    part: range = import_module("worker_client.config").batch_part(samples)
+    return part
 
 
 def __getattr__(name: str) -> Any:

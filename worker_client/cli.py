@@ -74,6 +74,27 @@ def launch(
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
+def join(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[HOST[:PORT]] -- train.py ARGS", help="HOST: the first one."),
+    ] = None,
+    secret: Annotated[str, typer.Option(help="What the first machine has printed.")] = "",
+    machines: Annotated[int, typer.Option(min=2, help="How many, the same at each.")] = 2,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Of the first machine, there; else 29600.")
+    ] = None,
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine, if not one for each GPU.")
+    ] = None,
+) -> None:
+    """Train one model on unlike machines: start it on one, then what that prints on the others."""
+    from worker_client.commands.join import run as its  # noqa: PLC0415 (loads pydantic)
+
+    its.join(words or [], secret=secret, machines=machines, port=port, processes=nproc_per_node)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
 def doctor(  # noqa: PLR0917 (options have names on the command line)
     script: Annotated[
         list[str] | None,

@@ -204,6 +204,13 @@ class WorkerConfig(BaseSettings):
     252 values, for sum and mean. Each contribution is rounded before it is sent, and each result
     once. Tensors on a GPU are cast in host memory (docs/frameworks.md#gradients-on-a-gpu)."""
 
+    batch_shares: Annotated[
+        tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], NoDecode
+    ] = ()
+    """How much of a global batch each rank takes, in the order of ranks, such as ``0.7,0.3``: what
+    ``worker_client.batch_part()`` divides a batch by. ``worker-client join`` sets it by the ranks'
+    measured speeds (docs/launchers.md#two-machines-at-home). By default all take equally much."""
+
     keys: Annotated[Path | None, BeforeValidator(units.unless_empty)] = None
     """Directory of the job's keys, DIR/jobs/NAME of ``reducer keygen DIR``, for a pool that demands
     keys (docs/security.md)."""
@@ -243,6 +250,11 @@ class WorkerConfig(BaseSettings):
         if len(set(cleaned)) != len(cleaned):
             raise ValueError(f"an address appears twice in {','.join(cleaned)}")
         return cleaned
+
+    @field_validator("batch_shares", mode="before")
+    @classmethod
+    def _split_shares(cls, value: object) -> object:
+        return value.split(",") if isinstance(value, str) and value.strip() else value or ()
 
     @field_validator("interface")
     @classmethod
@@ -403,6 +415,26 @@ def launch() -> Resolved:
         ConfigError: a variable such as RANK is malformed; the message quotes it.
     """
     return resolve(os.environ)
+
+
+def batch_part(samples: int) -> range:
+    """Return which samples of a global batch are this rank's; see `worker_client.batch_part`."""
+    shares, (rank, world_size) = load().batch_shares, launch().identity
+    rank, world_size = rank or 0, world_size or 1
+    shares = shares or (1.0,) * world_size
+    if len(shares) != world_size:
+        raise ConfigError(
+            f"REDUCTION_BATCH_SHARES has {len(shares)} shares, and the job {world_size} ranks: "
+            "write one for each, in the order of ranks"
+        )
+    if samples < world_size:
+        raise ConfigError(f"a batch of {samples} samples is too small for {world_size} ranks")
+    # Each has one; the rest is cut where the shares of the ranks before end.
+    first, after = (
+        upto + round((samples - world_size) * sum(shares[:upto]) / sum(shares))
+        for upto in (rank, rank + 1)
+    )
+    return range(first, after)
 
 
 def torchrun_ends_the_others() -> bool:

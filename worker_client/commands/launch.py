@@ -32,7 +32,7 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
     """
     environment = config.environment()
     resolved = resolve(environment)
-    decision = decide(resolved, environment, script, processes=processes, devices=_devices)
+    decision = decide(resolved, environment, script, processes=processes, devices=devices)
     if resolved.role is not LauncherRole.REDUCER:
         find_program(script[0])
         config.load()  # what every rank would refuse is refused here
@@ -41,7 +41,7 @@ def launch(script: Sequence[str], *, processes: str, dry_run: bool) -> None:
             typer.echo(line)
         return
     typer.echo(f"worker-client launch: {decision.why}", err=True)
-    _become(decision, {**environment, **decision.sets})
+    become(decision, {**environment, **decision.sets})
 
 
 def found_out(
@@ -85,7 +85,12 @@ def find_program(program: str) -> None:
         )
 
 
-def _become(decision: LaunchDecision, environment: dict[str, str]) -> NoReturn:
+def become(decision: LaunchDecision, environment: dict[str, str]) -> NoReturn:
+    """Turn this process into what was decided.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -94,7 +99,7 @@ def _become(decision: LaunchDecision, environment: dict[str, str]) -> NoReturn:
         raise ConfigError(f"cannot run {decision.argv[0]!r}: {error.strerror}") from None
 
 
-def _devices() -> int:
+def devices() -> int:
     """Count the GPUs that torch sees, as torchrun does; without torch there are no ranks of it."""
     try:
         import torch  # noqa: PLC0415 (takes seconds, and a reducer's machine may not have it)

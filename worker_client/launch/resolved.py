@@ -26,6 +26,7 @@ class Launcher(StrEnum):
     VERTEX = "Vertex AI"
     AI_PLATFORM = "AI Platform"
     TF_CONFIG = "TF_CONFIG"
+    JOIN = "worker-client join"
 
 
 class LauncherRole(StrEnum):

@@ -21,12 +21,15 @@ class Answer:
         found: of a ring first, of no exchange last.
         now_s: a step as the script makes it now, as measured; None if it was not.
         measured_links: whether the links were measured, and not given.
+        speeds: samples a second of each rank with nothing exchanged, or steps if nobody knows of
+            samples; none of a run that was recorded.
     """
 
     job: TrainingJob
     found: tuple[Prediction, ...]
     now_s: float | None
     measured_links: bool
+    speeds: tuple[float, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield what was measured, a sentence a line."""
@@ -36,6 +39,9 @@ class Answer:
         parts += [f"{step.nbytes / 1e6:,.4g} MB of gradients in {len(step.buckets)} buckets"]
         parts += [f"{step.samples} samples"] if step.samples else []
         yield ", ".join(parts)
+        if len(self.speeds) > 1:
+            each = ", ".join(f"{speed:,.3g}" for speed in self.speeds)
+            yield f"ranks compute {each} {'samples' if step.samples else 'steps'} a second"
         how = "measured" if self.measured_links else "as given"
         yield (
             f"{self.job.nodes} machines, whose links carry {network.worker_rate / 1e6:,.4g} MB/s "
@@ -89,6 +95,7 @@ class Answer:
                 **asdict(self.job.step),
                 "buckets": [bucket._asdict() for bucket in self.job.step.buckets],
                 "now_s": self.now_s,
+                "speeds": self.speeds,
             },
             "links": {**self.job.network._asdict(), "measured": self.measured_links},
             "costs": {

@@ -50,6 +50,7 @@ class AskedGain:
         pools: sizes of the pool to compare.
         every: of DiLoCo's steps.
         steps: how many of each kind are measured.
+        now: whether steps as the script makes them are measured as well.
     """
 
     workers: int | None
@@ -58,6 +59,7 @@ class AskedGain:
     pools: tuple[int, ...]
     every: int
     steps: int
+    now: bool = True
 
 
 class Costs(NamedTuple):
@@ -141,7 +143,7 @@ def of_script(script: Sequence[str], asked: AskedGain, *, as_json: bool) -> Answ
     def finish(measured: Measured) -> None:
         answers.append(_answer(measured, asked, resolved))
 
-    probe = Probe(asked.steps, now=ranks > 1, finish=finish)
+    probe = Probe(asked.steps, now=ranks > 1 and asked.now, finish=finish)
     if resolved.world_size is None:  # nobody has started it: it is a job of its own
         config.be_alone(free_port())
     with ExitStack() as stack:
@@ -207,6 +209,7 @@ def _answer(measured: Measured, asked: AskedGain, resolved: Resolved) -> Answer 
     group = dist.new_group(backend="gloo")  # whatever the script's is
     costs = Costs(links.cast_s(), links.outer_s(), links.call_s(group))
     ranks, local = dist.get_world_size(), resolved.local_world_size or 1
+    speeds = _speeds(measured.step, group)
     nodes = asked.workers or ranks // local
     measured, costs = slowest(measured, costs, group)
     network = _network(asked) if asked.gbps else _measured_network(group)
@@ -216,7 +219,19 @@ def _answer(measured: Measured, asked: AskedGain, resolved: Resolved) -> Answer 
     if step.samples is not None:
         step = replace(step, samples=step.samples * nodes * local // ranks)
     job = TrainingJob(step, nodes * local, nodes, network, asked.every, *costs)
-    return _predicted(job, asked, measured.now_s if nodes * local == ranks else None)
+    now_s = measured.now_s if nodes * local == ranks else None
+    return replace(_predicted(job, asked, now_s), speeds=speeds)
+
+
+def _speeds(step: Step, group: dist.ProcessGroup) -> tuple[float, ...]:
+    """Return how many samples, or steps, each rank computes in a second; all ranks call it."""
+    import torch  # noqa: PLC0415 (takes seconds)
+    import torch.distributed as dist  # noqa: PLC0415
+
+    said = torch.zeros(group.size(), dtype=torch.float64)
+    said[group.rank()] = (step.samples or 1) / step.compute_s
+    dist.all_reduce(said, group=group)
+    return tuple(said.tolist())
 
 
 def slowest(measured: Measured, costs: Costs, group: dist.ProcessGroup) -> tuple[Measured, Costs]:

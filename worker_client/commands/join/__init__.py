@@ -1,0 +1,1 @@
+"""`worker-client join`: unlike machines meet, measure themselves, and train one model."""
