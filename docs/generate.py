@@ -93,7 +93,8 @@ _WORKERS = {
     "How long to wait": "timeout connect_timeout wait_for_reducers patience heartbeat",
     "What a job does where it would fail": "fallback on_rank_lost join",
     "What to write down": "timeline dump",
-    "Rare: measured where nothing is set": "chunk_bytes window_bytes streams batch_shares impl libpython",
+    "Rare: measured where nothing is set": "chunk_bytes window_bytes streams batch_shares impl "
+    "libpython",
 }
 _REDUCERS = {
     "You will need these four": "bind keys memory_limit http",
