@@ -688,6 +688,7 @@ void loop_end(struct loop *loop, long linger_ms)
     loop->changes = NULL;
     loop->lost = NULL;
     loop->inputs = NULL;
+    loop->depths = NULL;
     loop->change_count = loop->change_room = loop->lost_count = loop->lost_room = 0;
     loop->inputs_room = 0;
     block_pool_free(&loop->pool);
