@@ -1,5 +1,6 @@
 """Sums of leaves: the same bits for any number of ranks and reducers, and whoever dies."""
 
+from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -40,6 +41,7 @@ def sums(clients, leaves, op="sum"):
     return [array[0] for array in given]
 
 
+@pytest.mark.extended_cases("1-2", "1-3", "1-4", "1-7", "1-8", "3-1", "3-2", "3-4", "3-5", "3-7")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("reducers", [1, 3])
 def test_the_bits_are_those_of_the_tree(ranks, reducers):
@@ -109,16 +111,34 @@ def test_what_cannot_be_is_refused():
 
 def fingerprints(ranks, reducers, count, **settings):
     """Of the weights of a training with leaves, at every rank."""
-    with local_pool(reducers) as servers:
-        how = environments(ranks, servers if reducers else (), **settings)
+    with local_pool(reducers) if reducers else nullcontext(()) as servers:
+        how = environments(ranks, servers, **settings)
         with run(how, "-m", "tests.integration.leaves_rank", str(count), "12") as job:
             return job.results()
 
 
-@pytest.mark.parametrize("wire", ["none", "bf16"])
-def test_a_training_ends_with_the_same_weights_for_any_number_of_ranks(wire):
-    for count in (8, 24):
-        found = set()
-        for ranks, reducers in ((1, 1), (3, 2), (5, 1)):
-            found.update(fingerprints(ranks, reducers, count, REDUCTION_WIRE_DTYPE=wire))
-        assert len(found) == 1, found
+# Reducers of a pool, 0: embedded ones.
+FEW = ((1, 1), (5, 2))
+ALL = tuple(product((1, 2, 3, 4, 5, 7, 8), (1, 3, 8, 0)))
+
+
+@pytest.mark.extended_cases("none", "every")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("wire", "count", "jobs"),
+    [
+        pytest.param("bf16", 24, FEW, id="bf16"),
+        pytest.param("none", 24, FEW, id="none"),
+        *(
+            pytest.param(wire, count, ALL, id=f"every-{wire}-{count}")
+            for wire, count in product(("none", "bf16"), (8, 24))
+        ),
+    ],
+)
+def test_a_training_ends_with_the_same_weights_for_any_number_of_ranks(wire, count, jobs):
+    found = {}
+    for ranks, reducers in jobs:
+        made = fingerprints(ranks, reducers, count, REDUCTION_WIRE_DTYPE=wire)
+        assert len(set(made)) == 1
+        found[ranks, reducers] = made[0]
+    assert len(set(found.values())) == 1, found

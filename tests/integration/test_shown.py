@@ -149,6 +149,7 @@ def ends(said, ranks):
     return found
 
 
+@pytest.mark.extended("test_each_command_is_run_or_excused")
 def test_a_job_of_a_pool_with_keys(request, torchrun):
     keygen, serve, train = mine(request)
     script = in_folder(
@@ -194,6 +195,7 @@ def test_a_reducer_of_a_file_and_a_log_of_objects(request, tmp_path):
     assert said.count("stopped") == 2
 
 
+@pytest.mark.extended("test_each_command_is_run_or_excused")
 def test_what_shows_a_pool_and_a_job(request, torchrun):
     timeline, dump, status, top, health, merge, report, doctor = mine(request)
     here = {"HOST:9090,HOST:9090": "127.0.0.1:9090,127.0.0.1:9091"}

@@ -38,7 +38,7 @@ def completed(line):
         ("reducer serve --log-", ["--log-level", "--log-format"]),
         ("reducer serve --log-format ", ["text", "json"]),
         ("reducer plan --dtype ", ["fp32", "fp64", "fp16", "bf16", "int8", "fp8_e4m3"]),
-        ("worker-client ", ["demo", "launch", "doctor", "conform", "nccl", "timeline"]),
+        ("worker-client ", ["demo", "launch", "join", "doctor", "conform", "nccl", "timeline"]),
         ("worker-client doctor --", DOCTOR),
     ],
 )

@@ -264,7 +264,7 @@ def train(tmp_path, sample_s, way="weight", **how):
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.extended_cases("loss")
+@pytest.mark.extended("test_shares_follow_speeds_and_the_wire_follows_the_link")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("way", ["weight", "loss"])
 def test_unlike_machines_train_as_one_with_the_whole_batch(tmp_path, way):
@@ -286,7 +286,7 @@ def test_unlike_machines_train_as_one_with_the_whole_batch(tmp_path, way):
     torch.testing.assert_close(torch.tensor(first[3]), alone)
 
 
-@pytest.mark.extended("test_unlike_machines_train_as_one_with_the_whole_batch")
+@pytest.mark.extended("test_shares_follow_speeds_and_the_wire_follows_the_link")
 @pytest.mark.timeout(400)
 def test_over_a_slow_link_gradients_travel_in_8_bits(namespaces, tmp_path):
     pytest.importorskip("torch", reason="needs torch")
@@ -301,7 +301,7 @@ def test_over_a_slow_link_gradients_travel_in_8_bits(namespaces, tmp_path):
     assert ranks[0][3] == ranks[1][3]
 
 
-@pytest.mark.extended("test_unlike_machines_train_as_one_with_the_whole_batch")
+@pytest.mark.extended("test_shares_follow_speeds_and_the_wire_follows_the_link")
 @pytest.mark.timeout(400)
 def test_the_page_of_launchers_trains_as_shown():
     pytest.importorskip("torch", reason="needs torch")
@@ -321,7 +321,7 @@ def test_what_the_page_adds_to_a_script_is_what_was_tested():
         assert line.partition("  #")[0] in script
 
 
-@pytest.mark.extended("test_unlike_machines_train_as_one_with_the_whole_batch")
+@pytest.mark.extended("test_shares_follow_speeds_and_the_wire_follows_the_link")
 @pytest.mark.timeout(400)
 def test_a_script_that_fails_ends_all_machines(tmp_path):
     script = tmp_path / "fails.py"
