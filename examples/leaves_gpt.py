@@ -4,8 +4,8 @@
     RANK=0 WORLD_SIZE=3 python examples/leaves_gpt.py     (and RANK=1, RANK=2)
     python examples/leaves_gpt.py --join                  (another one, at any time)
 
-A step's batch is cut into leaves, which are dealt among the ranks that there are. Kill some, and let
-others join: the fingerprint at the end is that of one rank alone.
+A step's batch is cut into leaves, which are dealt among the ranks that there are. Kill some, and
+let others join: the fingerprint at the end is that of one rank alone.
 """
 
 import argparse
