@@ -139,6 +139,11 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "worker_client/launch/* worker_client/commands/launch.py worker_client/commands/doctor/*",
         ("tests/launch",),
     ),
+    ("worker_client/commands/join/*", ("tests/launch",)),
+    (
+        f"{_modules('leaves')} reducer/wire/leaves.* examples/leaves_gpt.py",
+        ("tests/memberships", f"{JOBS}leaves.py"),
+    ),
     # -- what is beside them
     ("examples/* tests/frameworks/* tests/horovod_imports.py", (FRAMEWORKS,)),
     ("examples/*.ipynb", (f"{JOBS}notebook.py",)),

@@ -76,17 +76,17 @@ class Text:
     """The beginning of the standard library, and the pieces of it that a rank trains on.
 
     Args:
-        seed: of the choice of pieces.
+        seed: of the choice of pieces; None: torch's random numbers choose.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | None = None) -> None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
         number = {letter: at for at, letter in enumerate(LETTERS)}
         letters = [number[letter] for letter in text[:TEXT_BYTES] if letter in number]
         self._seen = torch.tensor(letters[:-HELD_BACK])
         self._held_back = torch.tensor(letters[-HELD_BACK:])
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def loss(self, model: nn.Module) -> torch.Tensor:
         """Return the mean loss of the next batch."""

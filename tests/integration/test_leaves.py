@@ -11,6 +11,7 @@ from reducer.wire.constants import ReduceOp
 from tests.conftest import joined, local_pool
 from tests.integration.calls import process_of, reduced
 from tests.kernels.test_leaves import node, root
+from tests.pages import blocks
 from tests.ranks import environments
 from tests.ranks import ranks as run
 
@@ -142,3 +143,57 @@ def test_a_training_ends_with_the_same_weights_for_any_number_of_ranks(wire, cou
         assert len(set(made)) == 1
         found[ranks, reducers] = made[0]
     assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.extended("test_a_training_ends_with_the_same_weights_for_any_number_of_ranks")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("count", [8, 24])
+@pytest.mark.parametrize("wire", ["none", "bf16"])
+def test_the_small_gpt_ends_with_the_same_weights(wire, count):
+    said = set()
+    example = ["examples/leaves_gpt.py", "--steps", "300", "--leaves", str(count)]
+    for ranks, reducers in ((1, 1), (3, 3), (5, 1), (8, 8)):
+        with local_pool(reducers) as servers:
+            how = environments(ranks, servers, REDUCTION_WIRE_DTYPE=wire)
+            with run(how, *example) as job:
+                said.update(output.partition(": ")[2] for output in job.outputs(800))
+    assert len(said) == 1, said
+
+
+def test_the_loop_of_the_page_runs_as_shown():
+    torch = pytest.importorskip("torch", reason="needs torch")
+    (text,) = blocks("docs/leaves.md", "python")
+    model = torch.nn.Linear(5, 3)
+    data = Samples(torch.randn(800, 5), torch.randint(0, 3, (800,)))
+    loss, optimizer = torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"data": data, "steps": 2, "client": None}
+    names |= {"model": model, "loss": loss, "optimizer": optimizer}
+    before = [parameter.clone() for parameter in model.parameters()]
+    threads = torch.get_num_threads()
+    with local_pool(1) as servers, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REDUCTION_SERVERS", servers[0])
+        for name, value in (("JOB", "the page's"), ("ON_RANK_LOST", "continue")):
+            patch.setenv(f"REDUCTION_{name}", value)
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "1")
+        try:
+            exec(text, names)  # noqa: S102 (the page's own)
+        finally:
+            torch.set_num_threads(threads)
+            if names["client"] is not None:
+                names["client"].shutdown()
+    changed = zip(model.parameters(), before, strict=True)
+    assert not any(torch.equal(one, other) for one, other in changed)
+
+
+class Samples:
+    """A data set that gives several samples at once."""
+
+    def __init__(self, *columns):
+        self.columns = columns
+
+    def __len__(self):
+        return len(self.columns[0])
+
+    def __getitem__(self, samples):
+        return [column[samples] for column in self.columns]
