@@ -1,6 +1,8 @@
 """`worker-client doctor --gain`: of a script that runs, of what was recorded, and refusals."""
 
+import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +11,8 @@ from tests.launch.conftest import bare_environment
 from tests.ranks import environments, ranks
 
 torch = pytest.importorskip("torch", reason="needs torch")
+
+from worker_client.commands.gain import links  # noqa: E402 (it needs torch)
 
 COMPUTE_S = 0.15
 COMMAND = "from worker_client.cli import main; main()"
@@ -52,6 +56,26 @@ def test_two_ranks_measure_their_steps_and_links():
     assert by_name["no exchange"]["step_s"] == facts["measured"]["compute_s"]
     assert by_name["2 reducers, int8"]["all_reduce_s"] < by_name["2 reducers"]["all_reduce_s"]
     assert facts["advice"].endswith(".")
+
+
+def test_rates_and_costs_are_those_of_what_was_timed(monkeypatch):
+    """Where a ring of 4 ranks takes 5 ms and carries 100 MB/s, and all else that is timed 0.2 s."""
+    rate, ranks = 100e6, SimpleNamespace(size=lambda: 4)
+    takes_s = {"_seconds": lambda _, nbytes: 0.005 + 1.5 * nbytes / rate}
+    takes_s["_median_s"] = lambda call: (call(), 0.2)[1]
+    for name, timed in takes_s.items():
+        monkeypatch.setattr(links, name, timed)
+    assert links.ring_rate(ranks) == pytest.approx(rate)
+    narrowed_and_widened_s = 2 * 0.2 / (8 << 20)
+    assert links.cast_s() == pytest.approx(dict.fromkeys(("bf16", "int8"), narrowed_and_widened_s))
+    assert links.outer_s() == pytest.approx(8 * 0.2 / (32 << 20))
+    monkeypatch.setattr(links.dist, "barrier", lambda _: None)
+    made = []
+    client = SimpleNamespace(
+        all_reduce=lambda row, _: made.append(row) or SimpleNamespace(wait=lambda: None)
+    )
+    monkeypatch.setattr(links, "connect", lambda **_: contextlib.nullcontext(client))
+    assert links.call_s(ranks) == pytest.approx(0.2 / len(made))
 
 
 def test_one_process_needs_no_launcher_and_measures_its_steps_alone(tmp_path):

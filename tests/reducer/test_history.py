@@ -229,9 +229,9 @@ def test_what_a_job_did_lately_is_what_it_did_in_the_last_minute(monkeypatch):
     about = {"version": "1", "address": "a:1", "incarnation": "i"}
     observer = Observer([inbox], [here], threading.Event(), **about)
 
-    def lately(at, **moved):
+    def lately(at, name="a", **moved):
         clock[0] = 1000.0 + at
-        inbox.known = (replace(job_with({}), moved=Traffic(**moved)),) if moved else ()
+        inbox.known = (replace(job_with({}, name=name), moved=Traffic(**moved)),) if moved else ()
         jobs = observer.status().jobs
         return jobs[0].lately if jobs else None
 
@@ -249,6 +249,8 @@ def test_what_a_job_did_lately_is_what_it_did_in_the_last_minute(monkeypatch):
     assert lately(200, bytes_in=3).bytes_in == 3  # it began anew
     assert lately(205) is None
     assert lately(210, bytes_in=5).seconds == 60
+    new = lately(212, name="of which nothing was known then", bytes_in=50)
+    assert (new.seconds, new.bytes_in) == (2, 50)
 
 
 def test_events_are_short_and_visible(kept, monkeypatch):

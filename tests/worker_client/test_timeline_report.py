@@ -152,6 +152,28 @@ def test_figures_are_those_that_a_hand_has_computed(by_hand):
     ]
 
 
+def test_octaves_quantiles_and_waits_that_touch(tmp_path):
+    calls = [
+        a_call(took, nbytes, (1000 * took, 1001 * took), ("sent",), rank=0)
+        for took, nbytes in ((took, 1024 + 1023 * (took % 2)) for took in range(1, 201))
+    ]
+    for call, nbytes in ((201, 1023), (202, 2048)):
+        calls.append(a_call(call, nbytes, (1000 * call, 1000 * call + 5), ("sent",), rank=0))
+    one = [a_round(1, 1, (990, 1000, 1010, 1011), 0), a_round(2, 1, (990, 1010, 1025, 1026), 0)]
+    found = found_in(
+        [
+            write(tmp_path / "rank0.json", "rank", calls, rank=0, job="job"),
+            write(tmp_path / "one.json", "reducer", one, address="a:1"),
+        ]
+    )
+    assert [octave[:5] for octave in found.sizes] == [
+        (1023, 1023, 1, 5.0, 5.0),
+        (1024, 2047, 200, 100.0, 198.0),
+        (2048, 2048, 1, 5.0, 5.0),
+    ]
+    assert found.late == [LateFigures("rank 0", 1, 25.0, 25.0, 25.0)]
+
+
 def test_the_page_has_them(by_hand, tmp_path):
     page_at = tmp_path / "report.html"
     (note,) = report(by_hand, page_at)
