@@ -5,6 +5,8 @@ import logging
 import re
 from dataclasses import replace
 
+import pytest
+
 from reducer.wire.messages import Straggler
 from tests.conftest import local_pool
 from tests.integration.calls import ones, process_of
@@ -191,6 +193,7 @@ def test_what_was_measured_is_told_in_a_line():
         "98.1 of 118 MB/s, waited 12.3 s, no reducer lost"
     )
     assert "98.1 MB/s" in str(replace(found, carries=0.0)), "nobody knows"
+    assert (found.median_s, found.p99_s) == pytest.approx((0.071, 1.4), rel=1 / 16)
     assert len(f"reduction: rank 0 of 8, job vision, ends: {found}") <= 170
 
 
