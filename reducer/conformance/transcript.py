@@ -360,7 +360,8 @@ def _check(
         demand(isinstance(text, str) and text and text.isprintable(), f"its message is {text!r}")
         demand(isinstance(body.get("detail"), dict), "it has no detail, an object")
     if header.type is M.RESULT:
-        mine = {"rank": 0, "since": 0, "history": 0, "window": 0, "nbytes": len(message.payload)}
+        mine = {"rank": 0, "since": 0, "history": 0, "nbytes": len(message.payload)}
+        mine |= {} if rank.features & Feature.LEAVES else {"window": 0}
         mine |= {"job": rank.common.job, "generation": rank.common.generation}
         mine |= {"wire_dtype": header.dtype}
         wrong = {
