@@ -152,11 +152,14 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     found, lives = set(), 0
     with options.command("torture.leaves"), Lab.loopback(1 + reducers) as lab:
         right = live(lab, chance, ranks, arguments, [])
+        print(f"# calm: weights {', '.join(right)}", flush=True)
         while events:
             lives += 1
             left = len(events)
-            found |= live(lab, chance, ranks, arguments, events)
-            print(f"# training {lives}: {left - len(events)} died, {len(events)} left", flush=True)
+            ends = live(lab, chance, ranks, arguments, events)
+            found |= ends
+            died = f"{left - len(events)} died, {len(events)} left"
+            print(f"# training {lives}: {died}, weights {', '.join(sorted(ends))}", flush=True)
     same = found == right and len(right) == 1
     print(f"{losses} ranks and {kills} reducers died in {lives} trainings of {steps} steps")
     print(f"weights {'as without any' if same else f'DIFFER: {found} and {right}'}")
