@@ -165,7 +165,8 @@ cdef class OperationState(Call):
     @property
     def nbytes(self):
         """Bytes of the result, with which `view` begins."""
-        return self.view.nbytes if self.leaves is None else self.view.nbytes // len(self.leaves.parts)
+        cdef Py_ssize_t nbytes = self.view.nbytes
+        return nbytes if self.leaves is None else nbytes // len(self.leaves.parts)
 
     @property
     def cuts_apart(self):
