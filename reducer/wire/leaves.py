@@ -120,20 +120,21 @@ def check_contribution(
     Raises:
         RemoteProtocolError: a field is out of bounds or contradicts another one.
     """
-    count = 1
-    if leaves := header.window:
-        if not world_size <= leaves <= MAX_LEAVES:
-            raise RemoteProtocolError(f"{leaves} leaves of {world_size} ranks")
-        if DType(header.dtype).is_block:
-            raise RemoteProtocolError("there are no leaves of blocks")
-        count = len(parts(leaves, world_size, header.rank))
+    leaves = header.window
+    check_chunk(header, header.nbytes if leaves else payload_bytes, max_chunk_bytes)
+    if not leaves:
+        return
+    if not world_size <= leaves <= MAX_LEAVES:
+        raise RemoteProtocolError(f"{leaves} leaves of {world_size} ranks")
+    if DType(header.dtype).is_block:
+        raise RemoteProtocolError("there are no leaves of blocks")
+    count = len(parts(leaves, world_size, header.rank))
     if payload_bytes != count * header.nbytes:
         raise RemoteProtocolError(
             f"announced {count} times {header.nbytes} bytes, got {payload_bytes}"
         )
     if payload_bytes > max_chunk_bytes:
         raise RemoteProtocolError(f"a chunk has at most {max_chunk_bytes} bytes")
-    check_chunk(header, header.nbytes, max_chunk_bytes)
 
 
 def depths_of(ends: Sequence[int], inputs: int) -> list[int]:
