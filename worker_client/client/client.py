@@ -362,7 +362,7 @@ class Client:
             count: leaves of the step: the same at every rank, and one for each at least.
 
         Returns:
-            Which are this rank's, and the subtrees of which it passes `all_reduce` the sums.
+            Which are this rank's, and the subtrees of which it passes `reduce_leaves` the sums.
 
         Raises:
             ConfigError: there are too few or too many, or this job cannot sum leaves.

@@ -184,17 +184,17 @@ class ElasticCommunicator(Communicator):
         with self._gate:
             self._check_open()
             share = operation.leaves
-            moved = share is not None and share.present != self.membership.present
-            if moved or (share is not None and self._recovery is not None):
-                # No rank makes this call: those that had begun it withdraw it.
-                operation.end(_moved())
-                return
+            moved = share is not None and (
+                self._recovery is not None or share.present != self.membership.present
+            )
             begun = self._replay_log.latest()
             if operation.refusal is not None and begun is not None and _same_call(begun, operation):
                 self._refuse(begun, operation)
                 return
-            doomed = self._enter_call(entry)
-        if doomed:
+            doomed = not moved and self._enter_call(entry)
+        if moved:  # no rank makes this call: those that had begun it withdraw it
+            operation.end(_moved())
+        elif doomed:
             _report([entry])
 
     def wait(self, done: Callable[[], bool], until: float) -> None:
