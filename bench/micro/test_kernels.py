@@ -199,12 +199,12 @@ def test_sum(
 @pytest.mark.parametrize(("inputs", "nbytes"), SHAPES)
 def test_leaves(benchmark: BenchmarkFixture, inputs: int, nbytes: int, dtype: DType) -> None:
     """A tree over as many leaves as inputs, beside the chain that `test_sum` has."""
-    memory = Memory(dtype, inputs, nbytes)
+    memory, ends = Memory(dtype, inputs, nbytes), tuple(range(1, inputs + 1))
     add, pair = kernels.select().reduce_leaves, kernels.select().reduce
 
     def tree() -> Array:
         sources, out = next(memory.sets)
-        add(sources, range(1, inputs + 1), out, dtype, ReduceOp.SUM)
+        add(sources, ends, out, dtype, ReduceOp.SUM)
         return out
 
     describe(benchmark, dtype, inputs, nbytes)

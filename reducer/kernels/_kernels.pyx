@@ -132,7 +132,7 @@ cdef class CompiledKernels:
         cdef size_t n = buffers.held
         cdef char *target = buffers.target(out)
         cdef size_t count = buffers.elements(dtype)
-        cdef bytes depths = bytes(depths_of(ends, n))
+        cdef bytes depths = depths_of(tuple(ends), n)
         cdef const uint8_t *depth = <const uint8_t *>PyBytes_AsString(depths)
         cdef size_t leaves = ends[len(ends) - 1]
         with nogil:

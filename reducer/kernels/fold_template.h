@@ -81,6 +81,16 @@ DEFINE_LOAD_STORE(i32)
 DEFINE_LOAD_STORE(i64)
 DEFINE_LOAD_STORE(u8)
 
+/* A value as it is after a store and a load. */
+#define rounded_f32(x) (x)
+#define rounded_f64(x) (x)
+#define rounded_i8(x) (x)
+#define rounded_i32(x) (x)
+#define rounded_i64(x) (x)
+#define rounded_u8(x) (x)
+#define rounded_f16(x) widen_half(narrow_half(x))
+#define rounded_bf16(x) ((v_f32)round_bf16(x))
+
 /* ---- steps: acc = acc (op) x; finals: from the accumulator to the value that is rounded ---- */
 
 #define IS_NAN(x) ((x) != (x)) /* of an integer: false, which costs nothing */
@@ -171,47 +181,85 @@ INLINE void prefetch(const unsigned char *from, size_t bytes) {
         }                                                                                       \
     }
 
-/* The stack holds where nodes are: a subtree that came in its input, one that was made here in the
- * first cache, in memory that the next piece uses again. */
+/* Combines a node on the left with the accumulators, a node each; a node of 16 bits is rounded, and
+ * stays in its accumulator. It is a NaN then if it was one: low bits of those are 0, as they come from
+ * 16 bits or are the processor's own. */
+#define DEFINE_NODE(name, T, A, step)                                                           \
+    INLINE acc_##T name##_node(acc_##T left, acc_##T right) {                                   \
+        return rounded_##T(step##_##A(left, right));                                            \
+    }
+
+/* Whether the next four inputs are the leaves of a subtree, and perhaps complete larger ones. */
+INLINE int is_quad(const uint8_t *depths, size_t left, size_t depth) {
+    return left >= 4 && depths[0] == depth + 1 && depths[1] == depth + 1 &&
+           depths[2] == depth + 2 && depths[3] <= depth + 1;
+}
+
+/* The stack has an input where it is, if that waits for its right neighbour, and other nodes in the
+ * first cache, in memory that the next piece uses again. Four at a time stay in registers, and what
+ * the last input completes is the root, which goes to the output. */
 #define DEFINE_LEAVES(name, T, A, step, final)                                                  \
+    DEFINE_NODE(name, T, A, step)                                                               \
     INLINE void name##_leaves_piece(unsigned char *out, const void *const *in,                  \
                                     const uint8_t *depths, size_t n, size_t leaves, size_t at,  \
                                     size_t vectors, size_t bytes) {                             \
-        const int is_widened = BYTES_##T < ISA_VECTOR_BYTES;                                    \
-        const size_t ahead = is_widened && vectors > 1 ? vectors * BYTES_##T : 0;               \
-        unsigned char made[FOLD_DEPTH][BLOCK_##T * BYTES_##T];                                  \
-        const unsigned char *node[FOLD_DEPTH];                                                  \
-        acc_##T acc[BLOCK_##T];                                                                 \
+        const size_t ahead =                                                                    \
+            BYTES_##T < ISA_VECTOR_BYTES && vectors > 1 ? vectors * BYTES_##T : 0;              \
+        const unsigned char *waits[FOLD_DEPTH];                                                 \
+        acc_##T made[FOLD_DEPTH][BLOCK_##T], acc[BLOCK_##T] = {{0}}, other[BLOCK_##T];          \
         size_t depth = 0;                                                                       \
         for (size_t input = 0; input < n; input++) {                                            \
             const unsigned char *next = (const unsigned char *)in[input] + at;                  \
             prefetch(next, ahead);                                                              \
-            if (depth < depths[input]) {                                                        \
-                node[depth++] = next;                                                           \
-                continue;                                                                       \
-            }                                                                                   \
-            UNROLL for (size_t v = 0; v < vectors; v++) {                                       \
-                acc[v] = load_##T(next + v * BYTES_##T, bytes);                                 \
-            }                                                                                   \
-            while (depth >= depths[input]) {                                                    \
-                const unsigned char *left = node[--depth];                                      \
+            if (is_quad(depths + input, n - input, depth)) {                                    \
+                const unsigned char *second = (const unsigned char *)in[input + 1] + at;        \
+                const unsigned char *third = (const unsigned char *)in[input + 2] + at;         \
+                const unsigned char *fourth = (const unsigned char *)in[input + 3] + at;        \
+                prefetch(second, ahead);                                                        \
+                prefetch(third, ahead);                                                         \
+                prefetch(fourth, ahead);                                                        \
                 UNROLL for (size_t v = 0; v < vectors; v++) {                                   \
-                    acc[v] = step##_##A(load_##T(left + v * BYTES_##T, bytes), acc[v]);         \
-                    if (is_widened) {                                                           \
-                        store_##T(made[depth] + v * BYTES_##T, final_##A(acc[v], 1), bytes);    \
-                        acc[v] = load_##T(made[depth] + v * BYTES_##T, bytes);                  \
+                    acc[v] = name##_node(load_##T(next + v * BYTES_##T, bytes),                 \
+                                         load_##T(second + v * BYTES_##T, bytes));              \
+                }                                                                               \
+                UNROLL for (size_t v = 0; v < vectors; v++) {                                   \
+                    other[v] = name##_node(load_##T(third + v * BYTES_##T, bytes),              \
+                                           load_##T(fourth + v * BYTES_##T, bytes));            \
+                }                                                                               \
+                UNROLL for (size_t v = 0; v < vectors; v++) {                                   \
+                    acc[v] = name##_node(acc[v], other[v]);                                     \
+                }                                                                               \
+                input += 3;                                                                     \
+            } else if (depth < depths[input] && n > 1) {                                        \
+                waits[depth++] = next;                                                          \
+                continue;                                                                       \
+            } else {                                                                            \
+                UNROLL for (size_t v = 0; v < vectors; v++) {                                   \
+                    acc[v] = load_##T(next + v * BYTES_##T, bytes);                             \
+                }                                                                               \
+            }                                                                                   \
+            for (; depth >= depths[input]; depth--) {                                           \
+                const unsigned char *left = waits[depth - 1];                                   \
+                if (left != NULL) {                                                             \
+                    UNROLL for (size_t v = 0; v < vectors; v++) {                               \
+                        acc[v] = name##_node(load_##T(left + v * BYTES_##T, bytes), acc[v]);    \
+                    }                                                                           \
+                } else {                                                                        \
+                    UNROLL for (size_t v = 0; v < vectors; v++) {                               \
+                        acc[v] = name##_node(made[depth - 1][v], acc[v]);                       \
                     }                                                                           \
                 }                                                                               \
             }                                                                                   \
-            UNROLL for (size_t v = 0; v < vectors; v++) {                                       \
-                store_##T(made[depth] + v * BYTES_##T, acc[v], bytes);                          \
+            if (input + 1 < n) {                                                                \
+                waits[depth] = NULL;                                                            \
+                UNROLL for (size_t v = 0; v < vectors; v++) {                                   \
+                    made[depth][v] = acc[v];                                                    \
+                }                                                                               \
+                depth++;                                                                        \
             }                                                                                   \
-            node[depth] = made[depth];                                                          \
-            depth++;                                                                            \
         }                                                                                       \
         UNROLL for (size_t v = 0; v < vectors; v++) {                                           \
-            acc_##T root = load_##T(node[0] + v * BYTES_##T, bytes);                            \
-            store_##T(out + at + v * BYTES_##T, final##_##A(root, leaves), bytes);              \
+            store_##T(out + at + v * BYTES_##T, final##_##A(acc[v], leaves), bytes);            \
         }                                                                                       \
     }                                                                                           \
     ISA_TARGET static void name##_leaves(void *out, const void *const *in,                      \

@@ -34,10 +34,13 @@ INLINE v_f32 load_bf16(const unsigned char *from, size_t bytes) {
 }
 
 /* A NaN arrives here as 0x7fc00000 only, which the rounding leaves a NaN. */
-INLINE void store_bf16(unsigned char *to, v_f32 x, size_t bytes) {
+INLINE v_u32 round_bf16(v_f32 x) {
     v_u32 bits = (v_u32)x;
-    bits += 0x7fff + ((bits >> 16) & 1);
-    v_half rounded = narrow_u32(bits >> 16);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+}
+
+INLINE void store_bf16(unsigned char *to, v_f32 x, size_t bytes) {
+    v_half rounded = narrow_u32(round_bf16(x) >> 16);
     memcpy(to, &rounded, bytes);
 }
 

@@ -81,7 +81,7 @@ class PlainKernels:
                 raise refusals.overlap(rank)
         if target.nbytes % dtype.itemsize:
             raise refusals.partial_element(target.nbytes, dtype)
-        depths = [] if ends is None else depths_of(ends, len(sources))
+        depths = b"" if ends is None else depths_of(tuple(ends), len(sources))
         with np.errstate(all="ignore"):
             for start in range(0, target.nbytes, _STEP):
                 part = slice(start, start + _STEP)

@@ -137,7 +137,8 @@ def check_contribution(
         raise RemoteProtocolError(f"a chunk has at most {max_chunk_bytes} bytes")
 
 
-def depths_of(ends: Sequence[int], inputs: int) -> list[int]:
+@lru_cache(maxsize=256)
+def depths_of(ends: tuple[int, ...], inputs: int) -> bytes:
     """Return how many nodes a fold of subtrees has left after each (`reducer/kernels/fold.h`).
 
     Raises:
@@ -145,9 +146,9 @@ def depths_of(ends: Sequence[int], inputs: int) -> list[int]:
     """
     leaves, first = (ends[-1] if ends else 0), 0
     if len(ends) != inputs or not 0 < leaves <= MAX_LEAVES:
-        raise LocalProtocolError(f"{inputs} subtrees need as many ends, got {list(ends)!r:.80}")
+        raise LocalProtocolError(f"{inputs} subtrees need as many ends, got {ends!r:.80}")
     for end in ends:
         if not first < end <= leaves or subtree_end(leaves, first, end) != end:
             raise LocalProtocolError(f"leaves {first} to {end - 1} of {leaves} are no subtree")
         first = end
-    return [1 if end == leaves else end.bit_count() for end in ends]
+    return bytes(1 if end == leaves else end.bit_count() for end in ends)
