@@ -31,15 +31,25 @@ if TYPE_CHECKING:
 
 
 class Pack:
-    """Arrays or tensors of one dtype, copied one after another into a flat buffer."""
+    """Arrays or tensors of one dtype, copied one after another into a flat buffer.
 
-    def __init__(self, members: Sequence[Any]) -> None:
+    Args:
+        members: what is packed.
+        align: of how many elements there is a multiple before each tensor; zeros fill the rest.
+    """
+
+    def __init__(self, members: Sequence[Any], align: int = 1) -> None:
         flat = [member.reshape(-1) for member in members]
         cat: Any = np.concatenate if isinstance(flat[0], np.ndarray) else sys.modules["torch"].cat
-        self.buffer = cat(flat)
+        pieces = flat
+        if align > 1:
+            zeros = flat[0].new_zeros(align - 1)
+            pieces = [piece for one in flat for piece in (one, zeros[: -len(one) % align])]
+        self.buffer = cat(pieces)
+        begins = accumulate((len(one) + -len(one) % align for one in flat), initial=0)
         self.parts = [  # views of the buffer, in the shapes of what was packed
-            self.buffer[end - len(one) : end].reshape(member.shape)
-            for member, one, end in zip(members, flat, accumulate(map(len, flat)), strict=True)
+            self.buffer[begin : begin + len(one)].reshape(member.shape)
+            for member, one, begin in zip(members, flat, begins, strict=False)
         ]
         self._members = members
 

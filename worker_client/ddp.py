@@ -26,7 +26,7 @@ from reducer.wire.constants import ReduceOp
 from worker_client._packing import Pack
 from worker_client.collectives import broadcast_bytes_from_any
 from worker_client.staging.weighted import check_weight
-from worker_client.staging.wire_rule import SMALLEST_BYTES, WIRE_DTYPES
+from worker_client.staging.wire_rule import ALONE_BYTES, SMALLEST_BYTES, WIRE_DTYPES
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -63,8 +63,8 @@ class ReductionState:
     """What `reduction_hook` needs between calls; `state_of` returns that of an attached model.
 
     With a wire dtype each gradient travels as it would alone, however DDP fills its buckets: one of
-    16 KiB and more is rounded, in a call of its own, and the smaller ones of a bucket share a call
-    in which they stay exact.
+    16 KiB and more is rounded, and the smaller ones of a bucket share a call in which they stay
+    exact. Those below 256 KiB share a call, too, in which none is in a block with another.
 
     Args:
         client: the one to use; `worker_client.init()`'s by default.
@@ -230,22 +230,43 @@ class ReductionState:
         if buffer.layout is not torch.strided or not self.client.rounds(buffer):
             return [_HookCall(buffer, exact=True)]
         gradients = buffer.split_with_sizes([_real(one).numel() for one in parameters])
-        large, small = [], []
+        exact: list[torch.Tensor] = []
+        rounded: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        alone: list[_HookCall] = []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient.nbytes < SMALLEST_BYTES:
-                small.append(gradient)
+            stays = gradient.nbytes < SMALLEST_BYTES or parameter in self._excluded
+            residual = None if stays else self._residual(parameter)
+            if gradient.nbytes >= ALONE_BYTES:
+                alone.append(_HookCall(gradient, exact=stays, residual=residual))
+            elif stays:
+                exact.append(gradient)
             else:
-                large.append((parameter, gradient, parameter in self._excluded))
-        if all(exact for *_, exact in large):
+                rounded.append((gradient, residual))
+        if not rounded and all(call.exact for call in alone):
             return [_HookCall(buffer, exact=True)]
         calls = []
-        if small:
-            pack = Pack(small)
+        if exact:
+            pack = Pack(exact)
             calls.append(_HookCall(pack.buffer, exact=True, finish=pack.unpack))
-        for parameter, gradient, exact in large:
-            residual = None if exact else self._residual(parameter)
-            calls.append(_HookCall(gradient, exact=exact, residual=residual))
-        return calls
+        if rounded:
+            calls.append(self._together(rounded))
+        return calls + alone
+
+    def _together(self, rounded: list[tuple[torch.Tensor, torch.Tensor | None]]) -> _HookCall:
+        """Return one all-reduce of gradients that are rounded, each in blocks of its own."""
+        wire = WIRE_DTYPES[self.client.wire_dtype]
+        assert wire is not None, "or nothing is rounded"
+        pack = Pack([gradient for gradient, _ in rounded], wire.values)
+        residuals = [residual for _, residual in rounded if residual is not None]
+        if not residuals:
+            return _HookCall(pack.buffer, finish=pack.unpack)
+        kept = Pack(residuals, wire.values)
+
+        def finish() -> None:
+            pack.unpack()
+            kept.unpack()
+
+        return _HookCall(pack.buffer, residual=kept.buffer, finish=finish)
 
     def _residual(self, parameter: torch.Tensor) -> torch.Tensor | None:
         feedback = self.error_feedback

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SMALLEST_BYTES = 16 << 10  # smaller ones gain nothing, and often are losses, norms or counts
+# Gradients below are copied to travel in one call, each in blocks of its own: that takes less of a
+# processor than a call for each.
+ALONE_BYTES = 256 << 10
 WIRE_DTYPES = {
     "none": None,
     "bf16": DType.BFLOAT16,

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reducer.errors import ConfigError
 from reducer.planning.step_model import Bucket, Step
-from worker_client.staging.wire_rule import SMALLEST_BYTES
+from worker_client.staging.wire_rule import ALONE_BYTES, SMALLEST_BYTES
 
 WARM_UP = 3  # steps: DDP's first has other buckets than the rest, and whatever is lazy is made then
 
@@ -178,8 +178,9 @@ class Probe:
             for one in gradients
             if one.dtype is torch.float32 and one.nbytes >= SMALLEST_BYTES
         ]
-        # As `ReductionState.calls` makes them: what is small shares one.
-        calls = len(large) + (len(large) < len(gradients))
+        # As `ReductionState.calls` makes them: what is exact shares one, and so does what is small.
+        alone = sum(nbytes >= ALONE_BYTES for nbytes in large)
+        calls = alone + (alone < len(large)) + (len(large) < len(gradients))
         step.sizes.append((bucket.buffer().nbytes, sum(large), calls))
         step.complete = step.complete or bucket.is_last()
 
