@@ -58,11 +58,15 @@ def reducer(*options: str, keys: Path | None = None) -> Iterator[Reducer]:
 
 
 class Job:
-    """The ranks of an honest job: their wrong elements, and longest all-reduce (s), so far."""
+    """The ranks of an honest job: their wrong elements, and longest all-reduce (s), so far.
+
+    Attributes:
+        p99: the 99th percentile of the latest all-reduces, of the slowest rank, seconds.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.wrong = 0
-        self.longest = 0.0
+        self.longest = self.p99 = 0.0
         self._ranks = ranks
 
     def begin(self, count: int) -> None:
@@ -74,6 +78,7 @@ class Job:
         reports = self._ranks.hear_all(PATIENCE_S)
         self.wrong += sum(report["wrong"] for report in reports)
         self.longest = max(self.longest, *(report["longest"] for report in reports))
+        self.p99 = max(report["p99"] for report in reports)
         return float(max(report["median"] for report in reports))
 
     def median(self, count: int) -> float:

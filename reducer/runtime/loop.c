@@ -16,7 +16,7 @@ enum {
     MESSAGES_PER_TURN = 16,   /* so that no peer starves the others */
     MESSAGES_PER_LOOK = 64,   /* at the clock, so that a flood cannot stop it */
     TIMED_BYTES = 64 << 10,   /* of a sum: it takes a hundred times as long as to read the clock */
-    HEARTBEATS_PER_LOCK = 64, /* of the lock: a heartbeat takes 3 to 5 us */
+    HEARTBEATS_PER_LOOK = 16, /* at the sockets, who have data to move: a heartbeat takes 3 to 5 us */
     LINGER_LOOK_MS = 2        /* at what has been sent, at the end: no poll tells of that in a channel */
 };
 
@@ -577,14 +577,12 @@ static void expire(struct loop *loop, uint64_t now)
     }
 }
 
-/* Sends the heartbeats that are due, a few at a time: who waits for the lock has data to move.
- * Returns when the next are due. */
-static uint64_t send_some_heartbeats(void *argument, uint64_t now)
+/* Sends the heartbeats that are due, a few at a time. Returns when the next are due. */
+static uint64_t send_some_heartbeats(struct loop *loop, uint64_t now)
 {
-    struct loop *loop = argument;
     if (now < loop->heartbeat_due_ns)
         return loop->heartbeat_due_ns;
-    size_t count = loop->peers.count, some = count < HEARTBEATS_PER_LOCK ? count : HEARTBEATS_PER_LOCK;
+    size_t count = loop->peers.count, some = count < HEARTBEATS_PER_LOOK ? count : HEARTBEATS_PER_LOOK;
     for (size_t sent = 0; sent < some; sent++) {
         struct peer *peer = loop->next_heartbeat;
         if (peer == NULL)
@@ -598,6 +596,15 @@ static uint64_t send_some_heartbeats(void *argument, uint64_t now)
     if (loop->heartbeat_due_ns + loop->heartbeat_every_ns < now)
         loop->heartbeat_due_ns = now; /* what was missed has no use any more */
     return loop->heartbeat_due_ns;
+}
+
+/* Sends those that the loop's own thread has not, as it runs something else. A thread that is preempted
+ * in here holds the loop for as long as others have the processor, so it is not the usual one. */
+static uint64_t send_overdue_heartbeats(void *argument, uint64_t now)
+{
+    struct loop *loop = argument;
+    uint64_t overdue_ns = loop->heartbeat_due_ns + loop->heartbeat_every_ns / 2;
+    return now < overdue_ns ? overdue_ns : send_some_heartbeats(loop, now);
 }
 
 static void close_polls(struct loop *loop)
@@ -621,7 +628,7 @@ bool loop_listen(struct loop *loop, int listener, uint64_t every_ns)
     if (loop->joined.epoll >= 0 && loop->unjoined.epoll >= 0 &&
         epoll_ctl(loop->unjoined.epoll, EPOLL_CTL_ADD, listener, &event) == 0 &&
         epoll_ctl(loop->joined.epoll, EPOLL_CTL_ADD, loop->unjoined.epoll, &event) == 0 &&
-        heartbeat_start(&loop->heartbeat, send_some_heartbeats, loop))
+        heartbeat_start(&loop->heartbeat, send_overdue_heartbeats, loop))
         return true;
     int error = errno;
     close_polls(loop);
@@ -954,10 +961,10 @@ static enum loop_event run(struct loop *loop, long timeout_ms)
             return LOOP_UNREACHABLE;
         uint64_t now = now_ns();
         expire(loop, now);
-        send_some_heartbeats(loop, now);
+        uint64_t due = send_some_heartbeats(loop, now), wake = until < due ? until : due;
         bool strange = loop->unjoined.first != NULL, rests = loop->joined.first == NULL && !strange;
         if (rests || strange || now - polled >= LOOK_NS) {
-            long left_ms = rests && until > now ? (long)((until - now + 999999) / 1000000) : 0;
+            long left_ms = rests && wake > now ? (long)((wake - now + 999999) / 1000000) : 0;
             if (loop->accept_again_ns != 0 && now >= loop->accept_again_ns)
                 heed_listener(loop, true);
             enum loop_event event = wait(loop, (int)left_ms);
