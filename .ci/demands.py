@@ -142,7 +142,7 @@ DEMANDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("worker_client/commands/join/*", ("tests/launch",)),
     (
         f"{_modules('leaves')} reducer/wire/leaves.* examples/leaves_gpt.py",
-        ("tests/memberships", f"{JOBS}leaves.py"),
+        ("tests/memberships", f"{JOBS}leaves.py", FRAMEWORKS),
     ),
     # -- what is beside them
     ("examples/* tests/frameworks/* tests/horovod_imports.py", (FRAMEWORKS,)),

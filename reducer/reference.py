@@ -4,8 +4,9 @@ It shares no rule with the reducer that serves, and its sockets are libzmq's. Wh
 `reducer.wire` are the specification's tables, which a test compares with the text, and
 `examples/stranger.py` proves, which imports nothing of ours. Numbers in brackets are sections.
 
-It has one thread, no keys [10], no features, no limits but those that protect other ranks, and no
-memory of jobs that have ended. So it is for conformance, on loopback and private networks:
+It has one thread, no keys [10], no feature but LEAVES, no limits but those that protect other
+ranks, and no memory of jobs that have ended. So it is for conformance, on loopback and private
+networks:
 
     reducer serve --impl plain
 """
@@ -27,7 +28,14 @@ from reducer import errors
 from reducer.errors import MismatchError, RankLostError, ReductionError, RemoteProtocolError
 from reducer.kernels.plain import PlainKernels
 from reducer.wire import messages
-from reducer.wire.constants import MAX_ROUNDS_AHEAD, NO_SEQUENCE, PLACES, DType, ReduceOp
+from reducer.wire.constants import (
+    MAX_ROUNDS_AHEAD,
+    NO_SEQUENCE,
+    PLACES,
+    DType,
+    Feature,
+    ReduceOp,
+)
 from reducer.wire.constants import MessageType as M
 from reducer.wire.header import Header, check_chunk, fingerprint
 from reducer.wire.layout import LARGEST_CHUNK, cost
@@ -145,6 +153,7 @@ class Job:
 
 # Before a rank whose connection broke is lost, and for a member to show that it lives.
 UNREACHABLE_S, CONTEST_S = 1.0, 0.5
+MAX_LEAVES = 65536
 PING_S, FORGIVE_S, FAREWELL_S, UNJOINED_S, DRAIN_S = 0.5, 10.0, 1.0, 90.0, 2.0
 FROM_MEMBERS = (M.CONTRIBUTION, M.RETAINED, M.ABORT, M.STRAGGLERS, M.SHARD_MAP, M.GOODBYE)
 _EQUAL = ("world_size", "reducers", "reducer_index", "lane", "chunk_bytes", "patience_ms")
@@ -193,6 +202,8 @@ class Reducer:
             beyond = max(header.watermark, member.watermark) + MAX_ROUNDS_AHEAD
             if beyond <= header.sequence != NO_SEQUENCE:
                 raise errors.CapacityError("too many all-reduces are in flight", limit="rounds")
+            if not member.hello.features & Feature.LEAVES:
+                header = header._replace(window=0)
             self._handlers[header.type](member, header, payload)
         except ReductionError as error:
             self._refuse(peer, error)
@@ -266,7 +277,8 @@ class Reducer:
         job.lost.pop(header.rank, None)
         if len(job.members) == hello.world_size:
             job.barred.clear()
-        body = messages.Welcome(self._incarnation, max_chunk_bytes=job.chunk_bytes)
+        agreed = hello.features & Feature.LEAVES
+        body = messages.Welcome(self._incarnation, max_chunk_bytes=job.chunk_bytes, features=agreed)
         self._say(peer, header._replace(type=M.WELCOME, watermark=0), encode(body))
         job.forget()
         for loss in job.losses.values():
@@ -326,7 +338,14 @@ class Reducer:
             del self._jobs[job.first.job]
 
     def _contribution(self, member: Member, header: Header, payload: bytes) -> None:
-        check_chunk(header, len(payload), member.job.chunk_bytes)
+        leaves, job = header.window, member.job
+        check_chunk(header, header.nbytes if leaves else len(payload), job.chunk_bytes)
+        if leaves:
+            if not job.hello.world_size <= leaves <= MAX_LEAVES or DType(header.dtype).is_block:
+                raise RemoteProtocolError(f"{leaves} leaves of {job.hello.world_size} ranks")
+            nbytes = header.nbytes * len(nodes(leaves, job.hello.world_size, member.rank))
+            if len(payload) != nbytes or nbytes > job.chunk_bytes:
+                raise RemoteProtocolError(f"a contribution of {len(payload)} bytes, not {nbytes}")
         self._advance(member, header)
         if header.sequence >= member.watermark:
             self._offer(member, header, payload)
@@ -394,7 +413,13 @@ class Reducer:
         first = slot.first
         if len(given) == len(parts):
             result = np.empty(first.nbytes, np.uint8)
-            PlainKernels().reduce(given, result, DType(first.dtype), ReduceOp(first.op))
+            how = result, DType(first.dtype), ReduceOp(first.op)
+            if first.window:
+                of = [nodes(first.window, len(parts), rank) for rank in range(len(parts))]
+                ends = [node.stop for own in of for node in own]
+                PlainKernels().reduce_leaves(_cut(given, first.nbytes, of), ends, *how)
+            else:
+                PlainKernels().reduce(given, *how)
             self._deliver(job, round_, slot, result.tobytes())
         elif not given or not first.nbytes:
             self._deliver(job, round_, slot, b"")
@@ -504,6 +529,33 @@ class Reducer:
         self.out.append((peer, [header.pack(), *payload]))
 
 
+def nodes(leaves: int, ranks: int, rank: int) -> list[range]:
+    """Return the largest nodes that have leaves of a rank alone, each as its leaves [4]."""
+    each, more = divmod(leaves, ranks)
+    first = rank * each + min(rank, more)
+    last = first + each + (rank < more)
+
+    def largest(begin: int, size: int) -> list[range]:
+        node = range(begin, min(begin + size, leaves))
+        if node.stop <= first or last <= begin:
+            return []
+        if first <= begin and node.stop <= last:
+            return [node]
+        return largest(begin, size // 2) + largest(begin + size // 2, size // 2)
+
+    return largest(0, 1 << (leaves - 1).bit_length())
+
+
+def _cut(given: list[bytes], nbytes: int, of: list[list[range]]) -> list[bytes]:
+    """Return the values of nodes that contributions have one after another."""
+    counts = [len(own) for own in of]
+    return [
+        data[nbytes * at : nbytes * (at + 1)]
+        for data, count in zip(given, counts, strict=True)
+        for at in range(count)
+    ]
+
+
 def _to_rank(contribution: Header, kind: M) -> Header:
     """Return a contribution's header without what only its sender says."""
     return contribution._replace(type=kind, watermark=0, rank=0, since=0, history=0)
@@ -517,8 +569,8 @@ def _disagreement(header: Header, round_: Round, slot: Slot | None) -> MismatchE
     """Return what is wrong if a contribution contradicts an earlier one."""
     compared = []
     if (first := round_.first) is not None:
-        compared += [(name, name, first) for name in ("dtype", "total_bytes", "op", "epoch")]
-        compared += [("name", "tag", first)]
+        compared += [(name, name, first) for name in ("dtype", "total_bytes", "op")]
+        compared += [("leaves", "window", first), ("epoch", "epoch", first), ("name", "tag", first)]
         compared += [("history", "history", first)] if first.since == header.since else []
     if slot is not None:
         compared += [("chunk_bytes", "nbytes", slot.first)]

@@ -20,16 +20,17 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
 from reducer.errors import ConfigError, LeavesMovedError, MismatchError
 from worker_client.client.bootstrap import DEFAULT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from worker_client.client.client import Client
     from worker_client.work import Work
@@ -42,6 +43,7 @@ _BATCH_NORMS = (
     torch.nn.BatchNorm3d,
     torch.nn.SyncBatchNorm,
 )
+_Samples = list[tuple[int, list[int]]]  # leaves, each with the numbers of its samples
 _FACTS = 4  # of a step, beside its gradients: weight, threads, their square, subtrees
 
 log = logging.getLogger(__name__)
@@ -231,23 +233,92 @@ class LeafSampler:
         count: leaves of a step.
         batch: samples of a leaf.
         seed: of the orders; the same at every rank.
+
+    Attributes:
+        count: as given.
+        steps: of an epoch.
     """
 
     def __init__(self, length: int, count: int, batch: int, *, seed: int = 0) -> None:
         if length < count * batch:
             raise ConfigError(f"a step takes {count * batch} samples, and there are {length}")
-        self._length, self._count, self._batch, self._seed = length, count, batch, seed
+        self.count, self.steps = count, length // (count * batch)
+        self._length, self._batch, self._seed = length, batch, seed
         self._epoch, self._order = -1, torch.empty(0)
 
     def samples(self, step: int, leaf: int) -> list[int]:
         """Return the numbers of a leaf's samples."""
-        epoch, within = divmod(step, self._length // (self._count * self._batch))
+        epoch, within = divmod(step, self.steps)
         if epoch != self._epoch:
             numbers = torch.Generator().manual_seed(_seed(self._seed, epoch))
             self._epoch, self._order = epoch, torch.randperm(self._length, generator=numbers)
-        first = (within * self._count + leaf) * self._batch
+        first = (within * self.count + leaf) * self._batch
         samples: list[int] = self._order[first : first + self._batch].tolist()
         return samples
+
+
+class LeafBatch(NamedTuple):
+    """What `leaf_loader` gives of a leaf."""
+
+    leaf: int  # its number
+    batch: Any
+
+
+def leaf_loader(
+    data: Any,
+    sampler: LeafSampler,
+    *,
+    client: Client | None = None,
+    collate: Callable[[list[Any]], Any] = default_collate,
+    **options: Any,
+) -> DataLoader[Any]:
+    """Return a DataLoader that gives a list of `LeafBatch`, this rank's, for each step of an epoch.
+
+    Each has that epoch's order which ``loader.sampler.set_epoch(epoch)`` says, as Lightning does.
+
+    Args:
+        data: a data set with numbered samples.
+        sampler: deals them.
+        client: the one to use; at the beginning of each epoch `worker_client.init()`'s by default.
+            The ranks are the same for the whole epoch.
+        collate: makes a leaf's batch of its samples.
+        options: of the DataLoader, such as ``num_workers``. What its processes draw at random
+            depends on who has which leaf: draw where the leaf is computed.
+    """
+    dealt = _Dealt(sampler, client)
+    return DataLoader(_PerLeaf(data, collate), sampler=dealt, batch_size=None, **options)
+
+
+class _Dealt(DistributedSampler[_Samples]):
+    """Gives this rank's leaves and their samples, step by step.
+
+    Frameworks put their own in the place of any sampler that is no DistributedSampler, and tell it
+    the number of the epoch.
+    """
+
+    def __init__(self, sampler: LeafSampler, client: Client | None) -> None:
+        super().__init__(range(sampler.steps), num_replicas=1, rank=0)  # type: ignore[arg-type]
+        self._sampler, self._client = sampler, client
+
+    def __iter__(self) -> Iterator[_Samples]:
+        client = DEFAULT.get() if self._client is None else self._client
+        numbers = client.leaves(self._sampler.count).numbers
+        first = self.epoch * self._sampler.steps
+        for step in range(first, first + self._sampler.steps):
+            yield [(leaf, self._sampler.samples(step, leaf)) for leaf in numbers]
+
+
+class _PerLeaf(Dataset[list[LeafBatch]]):
+    """A data set whose items are steps of a rank."""
+
+    def __init__(self, data: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._data, self._collate = data, collate
+
+    def __getitem__(self, leaves: _Samples) -> list[LeafBatch]:
+        return [
+            LeafBatch(leaf, self._collate([self._data[one] for one in samples]))
+            for leaf, samples in leaves
+        ]
 
 
 class _Counter:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from os import path
@@ -23,12 +24,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 
+import worker_client
 from reducer.errors import ConfigError
 from worker_client import config, ddp
 from worker_client.client import bootstrap
+from worker_client.collectives import broadcast
+from worker_client.leaves import LeafStep, Leaves
 from worker_client.local_sgd import PeriodicModelAverager, post_local_sgd
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from worker_client.client.client import Client
 
 NAME = "reduction"
@@ -117,13 +123,17 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
     def configure_ddp(self) -> None:
         """Wrap the model, and attach to it; Lightning calls this when a fit begins."""
         super().configure_ddp()
-        self._failed = False
-        self._ours = self._given is None and not bootstrap.DEFAULT.exists
-        self.client = ddp.attach(self.model, self._given, wrapper=self._wrapper)
+        ddp.attach(self.model, self._join(), wrapper=self._wrapper)
         if self._resumed is not None:
             with contextlib.suppress(FileNotFoundError):  # saved without error feedback
                 kept = self.checkpoint_io.load_checkpoint(self._residuals(self._resumed))
                 ddp.state_of(self.model).load_state_dict(kept)
+
+    def _join(self) -> Client:
+        self._failed = False
+        self._ours = self._given is None and not bootstrap.DEFAULT.exists
+        self.client = worker_client.init() if self._given is None else self._given
+        return self.client
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -177,6 +187,68 @@ class ReductionStrategy(_TrainerStrategy):  # type: ignore[misc]
         if client.spec.hosts and everyone:
             self.barrier()  # others may still wait for results of the reducer that ends here
         client.shutdown()
+
+
+class LeavesStrategy(ReductionStrategy):
+    """Steps of leaves, whose weights are the same bits for any number of ranks (docs/leaves.md).
+
+    ``Trainer(strategy=LeavesStrategy(24))``, and `worker_client.leaves.leaf_loader` for the data.
+    The module is not wrapped in DDP. Its `training_step` is called once for each leaf, with that
+    one's batch; `global_step` counts optimizer steps. Optimization is automatic.
+
+    Args:
+        count: leaves of a step, at all ranks together; one for each rank at least.
+        seed: of the random numbers of leaves.
+        client: as of `ReductionStrategy`.
+    """
+
+    def __init__(self, count: int, *, seed: int = 0, client: Client | None = None) -> None:
+        super().__init__(client=client)
+        self._count, self._seed = count, seed
+        self._leaves: Leaves | None = None
+        self._dealt: list[int] = []  # leaves of this rank
+        self._place = 0  # among them, of the one in progress
+
+    def configure_ddp(self) -> None:
+        """Make what sums the gradients of leaves; Lightning calls this when a fit begins.
+
+        Raises:
+            ConfigError: the optimization is manual or accumulates batches; or as `Leaves`.
+        """
+        module = self.lightning_module
+        if not module.automatic_optimization or module.trainer.accumulate_grad_batches != 1:
+            raise ConfigError(
+                "LeavesStrategy makes a step of all leaves: leave out manual "
+                "optimization, and in place of accumulate_grad_batches take more leaves"
+            )
+        client = self._join()
+        self._leaves = Leaves(module, self._count, seed=self._seed, client=client)
+        for parameter in module.parameters():  # rank 0's for all, as DDP does
+            broadcast(client, parameter.detach())
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
+    ) -> Any:
+        """Make an optimizer's step with the mean over all leaves; Lightning calls this."""
+        return super().optimizer_step(optimizer, partial(self._reduced, closure), model, **options)
+
+    def _reduced(self, closure: Callable[[], Any]) -> Any:
+        assert self._leaves is not None
+        step = LeafStep(self._leaves, self.lightning_module.trainer.global_step)
+        self._dealt, result = list(step.share.numbers), None
+        for self._place, _ in enumerate(step):
+            result = closure()  # forward and backward pass
+        step.reduce()
+        return result
+
+    def training_step(self, batches: Any, *given: Any) -> Any:
+        """Call the module's with the batch of the leaf in progress; Lightning's closure does."""
+        if [getattr(each, "leaf", None) for each in batches] != self._dealt:
+            raise ConfigError(
+                f"a step takes batches of the leaves {self._dealt} here: make the DataLoader with "
+                f"worker_client.leaves.leaf_loader(), for {self._count} leaves"
+            )
+        return super().training_step(batches[self._place].batch, *given)
 
 
 class ReductionFabricStrategy(_FabricStrategy):  # type: ignore[misc]

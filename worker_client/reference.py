@@ -1,13 +1,14 @@
 """The reference client: the specification (`docs/protocol.md`) as a program.
 
 It is to be read beside that. It shares no rule with the client of this package, and its sockets are
-libzmq's. What both take from `reducer.wire` are the specification's tables and the arithmetic of
-section 8, which `examples/stranger.py` proves. Numbers in brackets are sections.
+libzmq's. What both take from `reducer.wire` are the specification's tables, the arithmetic of
+section 8, which `examples/stranger.py` proves, and that of leaves, of which the reference reducer
+has its own. Numbers in brackets are sections.
 
 It makes one all-reduce after the other, in the caller's thread, of NumPy arrays. It has no keys
-[10] and no features, hosts no reducer, and measures no rate. It asks the ranks' question when it is
-due, not at calls of its own choice [8], and begins anew where all reducers are lost, without stages
-[6]. So it is for conformance, on loopback and private networks.
+[10] and no feature but LEAVES, hosts no reducer, and measures no rate. It asks the ranks' question
+when it is due, not at calls of its own choice [8], and begins anew where all reducers are lost,
+without stages [6]. So it is for conformance, on loopback and private networks.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from zmq.utils.monitor import recv_monitor_message
 from reducer import errors
 from reducer.errors import MismatchError, ReducerLostError, ReductionError, RemoteProtocolError
 from reducer.wire import layout, messages
-from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, ReduceOp
+from reducer.wire.constants import NO_SEQUENCE, PLACES, DType, Feature, ReduceOp
 from reducer.wire.constants import MessageType as M
 from reducer.wire.header import Header, check_chunk, fingerprint
+from reducer.wire.leaves import Share
 from reducer.wire.messages import ALL_REDUCERS, Hello, Loss, decode, encode, encode_error
 
 if TYPE_CHECKING:
@@ -55,6 +57,17 @@ class Chunk:
     done: bool = False
     result: bytes | None = None  # kept while other ranks may need it
 
+    @property
+    def cost(self) -> int:
+        """What its contribution takes of a window, bytes."""
+        return layout.cost(self.nbytes * self.of.parts)
+
+    def contribution(self) -> bytes:
+        """Return the payload, with leaves of each node one after another."""
+        total = self.of.header.total_bytes
+        starts = (total * part + self.offset for part in range(self.of.parts))
+        return b"".join(self.of.view[start : start + self.nbytes] for start in starts)
+
 
 @dataclass(eq=False, slots=True)
 class Operation:
@@ -63,6 +76,7 @@ class Operation:
     header: Header  # what its contributions have in common
     view: memoryview
     deadline: float
+    parts: int = 1  # nodes of leaves, whose buffers follow each other in `view`
     chunks: dict[int, Chunk] = field(default_factory=dict)  # by offset
     error: ReductionError | None = None
     aborted: bool = False  # as the deadline has passed
@@ -161,7 +175,8 @@ class Client:
         patience_ms: int = 1000,
     ) -> None:
         hello = Hello(job, world_size, len(servers), 0, chunk_bytes)
-        self._hello = replace(hello, patience_ms=patience_ms)
+        self._hello = replace(hello, patience_ms=patience_ms, features=int(Feature.LEAVES))
+        self._sums_leaves = True  # all reducers do that have been heard
         self._identity = Header(M.HELLO, job=fingerprint(job), rank=rank)
         self._timeout_s = timeout_s
         self._context: Context = zmq.Context()
@@ -191,21 +206,43 @@ class Client:
         Raises:
             ReductionError: it failed, at every rank or here.
         """
+        self._reduce(array, op, fingerprint(name) if name else 0, None)
+
+    def reduce_leaves(self, sums: np.ndarray[Any, Any], leaves: int, op: str = "sum") -> None:
+        """Replace ``sums[0]`` by the reduction over all leaves [4, "Leaves"].
+
+        Args:
+            sums: of the nodes of this rank, in their order.
+            leaves: of all ranks together.
+            op: reduction.
+
+        Raises:
+            ReductionError: as `all_reduce`; a reducer cannot sum leaves.
+        """
+        ranks = range(self._hello.world_size)
+        share = Share(leaves, tuple(ranks), self._identity.rank)
+        if not self._sums_leaves or len(sums) != len(share.parts):
+            raise errors.ConfigError(f"a reducer sums no leaves, or {share} is not of {len(sums)}")
+        self._reduce(sums, op, 0, share)
+
+    def _reduce(self, array: np.ndarray[Any, Any], op: str, tag: int, share: Share | None) -> None:
         if not array.flags.c_contiguous:
             raise errors.ConfigError("an array that is reduced must be contiguous")
         view = array.reshape(-1).view(np.uint8).data
         dtype, operation = DType[array.dtype.name.upper()], ReduceOp[op.upper()]
         self._call += 1
-        sequence, tag = self._call * PLACES + 1, fingerprint(name) if name else 0
+        leaves, parts = (share.count, len(share.parts)) if share else (0, 1)
         since, history = self._since & 0xFFFFFFFF, self._history
-        asked = (len(view) << 8) + (dtype << 4) + operation
-        self._history = ((history ^ tag) * _FACTOR + asked) % (1 << 64)
+        asked = (len(view) // parts << 8) + (dtype << 4) + operation
+        self._history = ((history ^ tag ^ leaves << 32) * _FACTOR + asked) % (1 << 64)
         if self._due():
             self._ask(self._call * PLACES)
+        sequence = self._call * PLACES + 1
         header = self._identity._replace(
             type=M.CONTRIBUTION, sequence=sequence, tag=tag, since=since, history=history
         )
-        one = self._begin(header._replace(dtype=dtype, op=operation), view)
+        header = header._replace(dtype=dtype, op=operation, window=leaves)
+        one = self._begin(header, view, share)
         while not one.ended:
             self._pump()
         self._watermark = sequence + 1
@@ -248,6 +285,7 @@ class Client:
         welcome = decode(messages.Welcome, payload)
         link.state, link.window = LinkPhase.MEMBER, header.window
         link.incarnation = welcome.incarnation
+        self._sums_leaves &= bool(welcome.features & Feature.LEAVES)
         known = sum(other.reducer == link.reducer for other in self._links)
         host = link.address.rpartition(":")[0]
         for lane, port in enumerate(welcome.lanes[known - 1 :], known):
@@ -264,11 +302,12 @@ class Client:
 
     # -- all-reduces
 
-    def _begin(self, header: Header, view: memoryview) -> Operation:
+    def _begin(self, header: Header, view: memoryview, share: Share | None = None) -> Operation:
         """Cut a buffer between the links in use [8], and send what may be sent."""
-        dtype = DType(header.dtype)
-        header = header._replace(epoch=self._epoch, total_bytes=len(view), wire_dtype=dtype)
-        one = Operation(header, view, time.monotonic() + self._timeout_s)
+        dtype, parts = DType(header.dtype), len(share.parts) if share else 1
+        total = len(view) // parts
+        header = header._replace(epoch=self._epoch, total_bytes=total, wire_dtype=dtype)
+        one = Operation(header, view, time.monotonic() + self._timeout_s, parts)
         base = self._bases[self._epoch]
         links = [link for link in self._links if link.lane < base.get(link.reducer, 0)]
         links.sort(key=lambda link: (link.reducer, link.lane))
@@ -276,10 +315,11 @@ class Client:
         whole = int(np.lcm.reduce(list(lanes.values())))
         weights = [whole // lanes[link.reducer] for link in links]
         forced = self._hello.chunk_bytes
-        shards = layout.shards(len(view), weights, header.sequence, forced, dtype.itemsize)
+        shards = layout.shards(total, weights, header.sequence, forced, dtype.itemsize)
         size = forced or layout.SMALLEST_CHUNK
-        if not forced and len(view) >= layout.MEASURED_BYTES:
-            size = layout.chunk_size_of(len(view), len(shards), layout.SMALLEST_CHUNK)
+        if not forced and total >= layout.MEASURED_BYTES:
+            size = layout.chunk_size_of(total, len(shards), layout.SMALLEST_CHUNK)
+        size = share.chunk_bytes(size) if share else size
         for owner, start, end in shards:
             for number, offset in enumerate(range(start, end, size) or (start,)):
                 link, nbytes = links[owner], min(size, end - offset)
@@ -299,14 +339,12 @@ class Client:
         ]
         for chunk in waiting:
             link, flying = chunk.link, chunk.link.flying
-            taken = sum(layout.cost(other.nbytes) for other in flying)
-            full = taken + layout.cost(chunk.nbytes) > link.window
+            full = sum(other.cost for other in (*flying, chunk)) > link.window
             if full and flying and min(map(_place, flying)) < _place(chunk):
                 continue
             flying.append(chunk)
             chunk.sent = True
-            view = chunk.of.view[chunk.offset : chunk.offset + chunk.nbytes]
-            link.say(self._of(chunk, M.CONTRIBUTION), view.tobytes())
+            link.say(self._of(chunk, M.CONTRIBUTION), chunk.contribution())
 
     def _result(self, link: Link, header: Header, payload: bytes) -> None:
         check_chunk(header, len(payload), LARGEST_CHUNK)
@@ -315,7 +353,7 @@ class Client:
         if one is None or one.error or chunk is None or chunk not in link.flying:
             return  # of an all-reduce that is over
         expected = one.header._replace(nbytes=chunk.nbytes)
-        names = ("total_bytes", "nbytes", "dtype", "op")
+        names = ("total_bytes", "nbytes", "dtype", "op", "window")
         if any(getattr(header, name) != getattr(expected, name) for name in names):
             raise RemoteProtocolError(f"the result at {header.offset} fits no contribution")
         one.view[header.offset : header.offset + header.nbytes] = payload

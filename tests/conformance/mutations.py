@@ -12,6 +12,14 @@ class Backwards(reference.PlainKernels):
         super().reduce(inputs[::-1], out, dtype, op)
 
 
+class Chain(reference.PlainKernels):
+    """It sums nodes of leaves as if they were ranks' contributions."""
+
+    def reduce_leaves(self, inputs, ends, out, dtype, op):
+        del ends
+        self.reduce(inputs, out, dtype, op)
+
+
 class Early(reference.Reducer):
     """It sums before the last rank's contribution is in."""
 
@@ -40,6 +48,7 @@ def mislabelled(error):
 
 REDUCERS = {  # what is put in the place of which name, and the case that notices
     "order": ("PlainKernels", Backwards, SUMS),
+    "chain": ("PlainKernels", Chain, "If LEAVES was agreed, leaves are summed"),
     "early": ("Reducer", Early, EARLY),
     "twice": ("Reducer", Doubled, AGAIN),
     "mismatch": ("_disagreement", lambda *_: None, SIZES),

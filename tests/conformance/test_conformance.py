@@ -16,9 +16,13 @@ from reducer import config, reference
 from reducer.conformance import client_cases, transcript
 from reducer.conformance.cases import attempt
 from reducer.errors import ConfigError
+from reducer.wire.constants import ReduceOp
+from reducer.wire.leaves import Share
 from tests.commands import free_ports, run_here, serving
 from tests.conformance import mutations
 from tests.conftest import joined, reducer_here, reference_here
+from tests.integration.test_leaves import leaves_of, subtree_sums
+from tests.kernels.test_leaves import root
 from worker_client.client.bootstrap import connect
 from worker_client.commands import conform
 from worker_client.reference import Client
@@ -166,6 +170,46 @@ def test_a_reference_and_a_client_go_on_together_without_a_reducer():
         with connect(rank=1, world_size=2, servers=",".join(servers), job="map") as client:
             calls(1, lambda array: client.all_reduce(array, op="sum").wait(30))
             assert (failed, client.losses) == ([], 1)
+
+
+@pytest.mark.parametrize("which", REDUCERS)
+def test_a_reference_and_a_client_sum_leaves_together(which):
+    cases = [
+        (leaves, size, dtype, op)
+        for leaves, size in ((3, 5), (8, 40_000), (13, 300_000), (7, 0))
+        for dtype, op in ((np.float32, "sum"), (np.float16, "mean"))
+    ]
+    inputs = [
+        [(leaf * 1e-4).astype(dtype) for leaf in leaves_of(count, size)]
+        for count, size, dtype, _ in cases
+    ]
+    wrong = []
+
+    def check(case, result):
+        expected = root(inputs[case], ReduceOp[cases[case][-1].upper()])
+        wrong.extend([cases[case]] * (result.tobytes() != expected.tobytes()))
+
+    def by_the_reference(address):
+        client = Client([address], "leaves", 0, 2, timeout_s=30)
+        for case, (count, *_, op) in enumerate(cases):
+            given = subtree_sums(inputs[case], Share(count, (0, 1), 0))
+            client.reduce_leaves(given, count, op)
+            check(case, given[0])
+        client.close()
+
+    with ExitStack() as stack:
+        address = stack.enter_context(REDUCERS[which]())
+        rank = threading.Thread(target=by_the_reference, args=(address,))
+        rank.start()
+        stack.callback(rank.join)
+        with connect(rank=1, world_size=2, servers=address, job="leaves") as client:
+            for case, (count, *_, op) in enumerate(cases):
+                share = client.leaves(count)
+                given = subtree_sums(inputs[case], share)
+                client.reduce_leaves(given, share, op).wait(30)
+                check(case, given[0])
+            rank.join(30)
+    assert wrong == []
 
 
 def test_the_command_starts_the_reference():

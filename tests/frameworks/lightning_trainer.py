@@ -1,6 +1,7 @@
-"""Trainers of Lightning's at one of two ranks, which say nothing."""
+"""Trainers of Lightning's at one of a job's ranks, which say nothing."""
 
 import logging
+import os
 
 from worker_client.lightning import ReductionEnvironment
 
@@ -14,7 +15,7 @@ def make_trainer(pl, strategy, **options):
         strategy=strategy,
         accelerator="cpu",
         devices=1,
-        num_nodes=2,
+        num_nodes=int(os.environ["WORLD_SIZE"]),
         plugins=[ReductionEnvironment()],
         logger=False,
         enable_progress_bar=False,

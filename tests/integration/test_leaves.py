@@ -15,6 +15,7 @@ from tests.kernels.test_leaves import node, root
 from tests.pages import blocks
 from tests.ranks import environments
 from tests.ranks import ranks as run
+from worker_client.client.bootstrap import DEFAULT
 
 SIZES = (0, 1, 1000, 70_001, 600_000)  # elements
 
@@ -162,19 +163,20 @@ def test_the_small_gpt_ends_with_the_same_weights(wire, count):
     assert len(said) == 1, said
 
 
-def test_the_loop_of_the_page_runs_as_shown():
+@pytest.mark.parametrize(("section", "on_rank_lost"), [("A loop", "continue"), ("DiLoCo", "error")])
+def test_a_loop_of_the_page_runs_as_shown(section, on_rank_lost):
     torch = pytest.importorskip("torch", reason="needs torch")
-    (text,) = blocks("docs/leaves.md", "python")
+    (text,) = blocks("docs/leaves.md", "python", section)
     model = torch.nn.Linear(5, 3)
     data = Samples(torch.randn(800, 5), torch.randint(0, 3, (800,)))
     loss, optimizer = torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-    names = {"data": data, "steps": 2, "client": None}
+    names = {"data": data, "steps": 2, "rounds": 2, "every": 2}
     names |= {"model": model, "loss": loss, "optimizer": optimizer}
     before = [parameter.clone() for parameter in model.parameters()]
     threads = torch.get_num_threads()
     with local_pool(1) as servers, pytest.MonkeyPatch.context() as patch:
         patch.setenv("REDUCTION_SERVERS", servers[0])
-        for name, value in (("JOB", "the page's"), ("ON_RANK_LOST", "continue")):
+        for name, value in (("JOB", "the page's"), ("ON_RANK_LOST", on_rank_lost)):
             patch.setenv(f"REDUCTION_{name}", value)
         patch.setenv("RANK", "0")
         patch.setenv("WORLD_SIZE", "1")
@@ -182,8 +184,8 @@ def test_the_loop_of_the_page_runs_as_shown():
             exec(text, names)  # noqa: S102 (the page's own)
         finally:
             torch.set_num_threads(threads)
-            if names["client"] is not None:
-                names["client"].shutdown()
+            if DEFAULT.exists:
+                DEFAULT.get().shutdown()
     changed = zip(model.parameters(), before, strict=True)
     assert not any(torch.equal(one, other) for one, other in changed)
 
