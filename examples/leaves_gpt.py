@@ -9,6 +9,7 @@ let others join: the fingerprint at the end is that of one rank alone.
 """
 
 import argparse
+import os
 
 import torch
 
@@ -27,6 +28,8 @@ def main() -> None:
     arguments.add_argument("--join", action="store_true", help="a job that trains already")
     options = arguments.parse_args()
 
+    if "REDUCTION_SERVERS" not in os.environ:  # without a pool ranks host reducers, under torchrun
+        torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)  # gradients depend on how many there are
     client = worker_client.init(join=options.join)
     text = Text()

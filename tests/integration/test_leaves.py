@@ -155,8 +155,8 @@ def test_a_training_ends_with_the_same_weights_for_any_number_of_ranks(wire, cou
 def test_the_small_gpt_ends_with_the_same_weights(wire, count):
     said = set()
     example = ["examples/leaves_gpt.py", "--steps", "300", "--leaves", str(count)]
-    for ranks, reducers in ((1, 1), (3, 3), (5, 1), (8, 8)):
-        with local_pool(reducers) as servers:
+    for ranks, reducers in ((1, 1), (2, 8), (3, 3), (4, 0), (5, 1), (7, 3), (8, 8), (8, 0)):
+        with local_pool(reducers) if reducers else nullcontext(()) as servers:
             how = environments(ranks, servers, REDUCTION_WIRE_DTYPE=wire)
             with run(how, *example) as job:
                 said.update(output.partition(": ")[2] for output in job.outputs(800))
