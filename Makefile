@@ -225,7 +225,7 @@ wheels: .venv/ready cross-tools release
 	$(PYTEST) -rfEs $(or $(SELECT),tests/wheels)
 
 clean:
-	rm -rf .venv .venv-clouds build dist *.egg-info $(GENERATED)
+	rm -rf .venv .venv-clouds .venv-hivemind build dist *.egg-info $(GENERATED)
 	find reducer worker_client -name '*.so' -delete
 
 # What the demo needs, and nothing else. By one pip: a second one that works in the same environment
@@ -259,6 +259,13 @@ clean:
 .venv-clouds/ready: pyproject.toml constraints-clouds.txt | build-tools
 	$(PYTHON) -m venv .venv-clouds
 	.venv-clouds/bin/python -m pip install -q -c constraints-clouds.txt ".[clouds,dev]"
+	touch $@
+
+# hivemind, which only bench.hivemind runs, with the torch that ours has; its wheel brings p2pd. Its 8
+# bits take what NumPy 2.4 refuses: the length of a codebook as an array of one element.
+.venv-hivemind/ready: constraints.txt
+	$(PYTHON) -m venv .venv-hivemind
+	.venv-hivemind/bin/python -m pip install -q hivemind==1.1.12 'numpy<2.4' $$(grep '^torch==' constraints.txt)
 	touch $@
 
 .venv/versions-ready: .venv/ready

@@ -224,7 +224,10 @@ class Embedded(Gloo):
         super().join(offers)
         import worker_client  # noqa: PLC0415 (baselines do not load it)
 
-        self._client = worker_client.init(servers=self._place.servers or None, embedded=True)
+        place = self._place
+        self._client = worker_client.init(
+            servers=place.servers or None, embedded=True, wire_dtype=place.wire_dtype or None
+        )
 
     def bind(self, *arrays: Array) -> Callable[[], object]:
         """As `AllReduce.bind`."""

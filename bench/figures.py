@@ -48,6 +48,8 @@ FIGURES = {
     "--sizes 4KiB,1MiB,64MiB --baselines gloo",
     "wire-4": f"bench.allreduce --workers 4 --reducers 4 --wire bf16,int8 --mbit 1000 {_LARGE}",
     "wire-8": f"bench.allreduce --workers 8 --reducers 8 --wire bf16,int8 --mbit 400 {_LARGE}",
+    "hivemind-1000": "bench.hivemind --workers 4 --mbit 1000",
+    "hivemind-100": "bench.hivemind --workers 4 --mbit 100 --rounds 3",
     "nccl": "bench.nccl --workers 4 --reducers 4 --mbit 1000",
     "sites": "bench.sites --steps 2000 --kinds ddp,diloco --rounds 3",
 }
@@ -58,7 +60,7 @@ def main(
 ) -> None:
     """Measure figures one after the other, and write the file of each."""
     for name, command in FIGURES.items() if not names else ():
-        print(f"{name:11} python -m {command}")
+        print(f"{name:13} python -m {command}")
     if unknown := set(names or ()) - set(FIGURES):
         raise typer.BadParameter(f"no figure is called {', '.join(sorted(unknown))}")
     if names and results.machine().commit.endswith("+"):

@@ -75,6 +75,18 @@ What they do to a training is in [slow links](slow-links.md).
 
 {wire}
 
+## Averages among volunteers
+
+{volunteers}
+
+[hivemind](https://github.com/learning-at-home/hivemind) averages among volunteers, who come and go.
+Its peers look for each other before each averaging (matchmaking), where the ranks of a job know
+each other. libp2p, in a process of its own, encrypts all that peers send, and cannot be told not
+to; of ours only a pool with [keys](security.md#what-it-costs) does that. Times are from when all
+peers have their group to the last one's result, of one tensor of fp32 and 4 hosts; a pool has 4
+more. At 1 Gbit/s hivemind needs more of processors than the machine's two cores have, which carry
+all hosts; at 100 Mbit/s links are the limit of most.
+
 ## Trainings, rings, nodes, plans, keys
 
 {others}
@@ -95,6 +107,7 @@ CUBIC, which most kernels use, takes each lost packet for a full link. So on lon
 - NCCL. Its plug-in ran in a harness alone, and two ranks that share a GPU are no NCCL job.
 - A GPU's copies to host memory and back, which every CUDA tensor takes.
 - UCC, oneCCL, BytePS and Horovod's own rings.
+- PCCL: what PyPI calls `pccl` is a placeholder, version 0.0.0, without any code.
 """
 
 
@@ -264,6 +277,27 @@ def wire() -> list[str]:
     heads = ["64 MiB of fp32", "ms", "times Gloo's speed", "of what the links allow"]
     heads += ["worker, s/GB", "reducers together"]
     return [*table(heads, rows), "", sources(*figures.values())]
+
+
+def volunteers() -> list[str]:
+    """Return the table of averages by hivemind and ours."""
+    figures = Figure("hivemind-1000"), Figure("hivemind-100")
+    compressions = ("NoCompression", "Float16Compression", "Uniform8BitQuantization")
+    ways = {"hivemind": dict(zip(("fp32", "fp16", "8 bits"), compressions, strict=True))}
+    for name, way in (("embedded", "embedded"), ("pool of 4", "pool-4")):
+        ways[f"ours, {name}"] = {"fp32": way, "bf16": f"{way}-bf16", "int8": f"{way}-int8"}
+    rows = []
+    for name, wires in ways.items():
+        for wire_dtype, way in wires.items():
+            cells = [f"{name}, {wire_dtype}"]
+            for row in (figure.row(way=way) for figure in figures):
+                spread = [row.get(key) for key in ("ms", "lowest", "highest")] if row else None
+                cells += [speed(spread), number(row.get("matched_ms")), share(row.get("limit"))]
+            rows.append([*cells, number(figures[0].row(way=way).get("cpu"))])
+    heads = ["64 MiB"]
+    for rate in ("1 Gbit/s", "100 Mbit/s"):
+        heads += [f"{rate}, ms", "with matchmaking", "of what the links allow"]
+    return [*table([*heads, "a host, s/GB"], rows), "", sources(*figures)]
 
 
 def others() -> list[str]:
@@ -446,6 +480,7 @@ def performance() -> str:
         "eight": all_reduces("pool-8"),
         "processors": processors(),
         "wire": wire(),
+        "volunteers": volunteers(),
         "others": others(),
     }
     return PAGE.format(**{name: "\n".join(lines) for name, lines in blocks.items()})

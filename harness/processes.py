@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from harness import ROOT
@@ -29,7 +30,8 @@ def say(what: object) -> None:
 class Process:
     """A Python process of this checkout: ``"-m", MODULE`` and arguments are its command.
 
-    A thread calls `hear` with each object that it tells, and with None at its end.
+    A thread calls `hear` with each object that it tells, and with None at its end. Another `python`
+    is one with other packages.
     """
 
     def __init__(
@@ -38,11 +40,12 @@ class Process:
         *command: str,
         hear: Callable[[dict[str, Any] | None], None],
         environment: Mapping[str, str] | None = None,
+        python: str | Path = sys.executable,
     ) -> None:
         self._words = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives with the process)
         self._hear = hear
         self._process = host.start(
-            [sys.executable, *command],
+            [str(python), *command],
             env={
                 "PYTHONPATH": str(ROOT),
                 "PYTHONFAULTHANDLER": "1",  # who is aborted says where it was

@@ -6,8 +6,10 @@ import json
 import queue
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from harness import HarnessError, pool
@@ -37,8 +39,10 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
         *,
         per_rank: Callable[[int], Mapping[str, str]] = lambda _: {},
+        python: str | Path = sys.executable,
     ) -> None:
         self.running = 0
+        self._python = python
         self._hosts = hosts
         self._per_rank = per_rank
         self._command = ["-m", module, json.dumps(arguments)]
@@ -68,6 +72,7 @@ class Ranks:
             *self._command,
             hear=lambda said: self._heard.put((rank, said)),
             environment={**self._environment, **environment},
+            python=self._python,
         )
         self._stack.callback(process.end)
         self._processes.append(process)

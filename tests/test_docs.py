@@ -138,6 +138,20 @@ def test_another_figure_reaches_every_page_that_repeats_it(monkeypatch, tmp_path
     assert ">7.77</text>" in made["gain.svg"]
 
 
+def test_what_hivemind_takes_stands_beside_ours(monkeypatch, tmp_path):
+    row = {"way": "NoCompression", "ms": 3210.0, "lowest": 3000.0, "highest": 3300.0}
+    row |= {"limit": 0.262, "cpu": 9.87, "matched_ms": 4100.0, "error": 3e-8}
+    ours = {"way": "embedded", "ms": 843.0, "lowest": 840.0, "highest": 850.0, "limit": 0.999}
+    figure = {"commit": "fedcba9876543210", "date": "2026-12-01", "command": "python -m bench.x"}
+    file = tmp_path / "hivemind-1000.json"
+    file.write_text(json.dumps({**figure, "rows": [row, {**ours, "cpu": 0.92}]}))
+    monkeypatch.setattr(MEASURED, "FILES", tmp_path)
+    made = MEASURED.volunteers()
+    assert "| hivemind, fp32 | 3,210 (3,000 to 3,300) | 4,100 | 0.262 | 9.87 |" in made
+    assert "| ours, embedded, fp32 | 843 (840 to 850) |  | 0.999 | 0.92 |" in made
+    assert "Not measured yet: `python -m bench.figures hivemind-100`." in made[-1]
+
+
 def test_the_site_begins_as_the_readme_does():
     shown = TEXTS["README.md"].partition("\n## Quick start")[0]
     for sentence in SENTENCE_ENDS.split(NO_PROSE.sub("", shown)):
