@@ -311,6 +311,24 @@ An all-reduce of 1 GB, all cards alike. Times in ms; in brackets how much faster
 
 {jobs}
 
+## Queues
+
+With `--simulate` every rank's session is that of production: it cuts a bucket of 64 MiB and sends
+chunks as its windows allow, over cards and a switch's ports, which have queues. For each pool it
+prints the time beside the formula's, and the longest queues at the switch:
+
+{queues}
+
+With `--port-buffer 16MiB` a port holds no more: what finds no room is sent again a round trip
+later, and `lost` is its share. `--costs` is what messages cost a processor, seconds, as JSON:
+`worker_message_s`, `worker_byte_s`, `reducer_message_s`, `reducer_byte_s`. `--json` prints all of
+it for programs. Only `--topology` makes a pool of fewer reducers than workers no mixed one.
+`bench.simulated` holds it against the lab ([errors](../bench/notebook.md)).
+
+What it leaves out: TCP's slow start, timeouts and window, failures, and heartbeats of ZMTP. What a
+reducer does is stated again, and compared with its engine in tests. With 4,096 links or more the
+ranks do not find out how large chunks are to be, but know what they would agree on.
+
 ## What your training gains
 
 `reducer plan` knows links. This knows your script as well:
@@ -357,6 +375,9 @@ _JOBS = (
 )
 
 
+_SIMULATED = "--workers 8 --worker-gbps 100 --reducer-gbps 100 --reducers 2,8 --simulate"
+
+
 def sizing() -> str:
     """Return the page of sizes: what `reducer plan` answers for jobs of several sizes."""
     head = "| workers | Gbit/s | a ring | embedded | half as many reducers | as many reducers |"
@@ -367,15 +388,19 @@ def sizing() -> str:
             found = plan(job, (0, workers // 2, workers))
             times = [f"{1e3 * row.all_reduce_s:,.0f} ({row.speedup:.2f})" for row in found.rows]
             rows.append(f"| {workers} | {gbps} | {1e3 * found.ring_s:,.0f} | {' | '.join(times)} |")
-    jobs = []
-    for options in _JOBS:
+    printed_by = []
+    for options in (*_JOBS, _SIMULATED):
         line = f"reducer plan {options}"
         done = CliRunner().invoke(cli.app, shlex.split(f"plan {options}"), env={"COLUMNS": "150"})
         printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
-        jobs.append(f"```sh\n{line}\n```\n```text\n{printed}\n```")
+        printed_by.append(f"```sh\n{line}\n```\n```text\n{printed}\n```")
     used = measured.Figure("wire-4").row(way="pool-4")["reducers_cpu"]
+    *jobs, queues = printed_by
     return _SIZING.format(
-        table="\n".join(rows), jobs="\n\n".join(jobs), seconds=measured.number(used)
+        table="\n".join(rows),
+        jobs="\n\n".join(jobs),
+        queues=queues,
+        seconds=measured.number(used),
     )
 
 

@@ -62,6 +62,18 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
     reducers: Annotated[
         str, typer.Option(help="Sizes of the pool to compare, such as 4,8; the last for --vertex.")
     ] = "",
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Simulate an all-reduce of one bucket, by the rules.")
+    ] = False,
+    topology: Annotated[
+        str, typer.Option(help="pool, mixed or embedded, for --simulate. [the fastest]")
+    ] = "",
+    port_buffer: Annotated[
+        str, typer.Option(help="Buffer of a switch's port, for --simulate; 0: endless.")
+    ] = "0",
+    costs: Annotated[
+        str, typer.Option(help="Of messages, on a processor, as JSON, for --simulate.")
+    ] = "{}",
     json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
     vertex: Annotated[
         bool, typer.Option("--vertex", help="Print a Vertex AI CustomJobSpec in their place.")
@@ -91,7 +103,12 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
     )
     pools = sizes(reducers)
     found = planning.plan(job, pools)
-    if vertex:
+    if simulate:
+        # It needs the worker's side, as nothing else of this program does.
+        from reducer.commands import simulated  # noqa: PLC0415
+
+        simulated.show(job, found, (topology, port_buffer, costs), json=json)
+    elif vertex:
         kind, _, number = accelerator.partition(":")
         machines = Machines(
             workers=workers,
