@@ -1,6 +1,6 @@
 """What members that say nothing cost a job beside them, at one reducer.
 
-    python -m bench.idle --members 4096 --rounds 9
+    python -m hostile.idle --members 4096 --rounds 9
 
 The reducer tells each of them five times a second that it lives. A job of small buffers is measured
 alone, while another reducer on the same core has so many members, and beside them, in turn. Ranks
@@ -40,10 +40,10 @@ def main(
     (nbytes,) = options.sizes(size)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    run = options.begin("bench.idle")
+    run = options.begin("hostile.idle")
     found: dict[str, list[tuple[float, float]]] = {ALONE: [], ELSEWHERE: [], BESIDE: []}
     own, *others = sorted(os.sched_getaffinity(0))
-    with options.command("bench.idle"), ExitStack() as stack:
+    with options.command("hostile.idle"), ExitStack() as stack:
         os.sched_setaffinity(0, {own})  # what is started then has it
         reducer = stack.enter_context(company.reducer(*ROOM))
         other = stack.enter_context(company.reducer(*ROOM))
