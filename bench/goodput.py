@@ -10,14 +10,16 @@ import os
 import random
 import secrets
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from importlib import import_module
 from json import dumps
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from statistics import mean, median
+from subprocess import DEVNULL
 from typing import Annotated, Any, NamedTuple
 
 import psutil
@@ -28,12 +30,13 @@ from bench.goodput_rank import WAYS, Spec
 from harness import HarnessError, pool
 from harness.processes import Process
 from lab import Lab
+from worker_client.commands.demo.ranks import free_port
 
 REDUCERS = 3
 PATIENCE_S = 180.0
-LIGHTHOUSE_MS = {"heartbeat_timeout_ms": 1000, "join_timeout_ms": 1000}  # torchft's: 5 s and 60 s
-COLUMNS = ("calm/s", "step s", "steps/s", "goodput", "of first", "batch")
-COLUMNS += ("kills", "median s", "worst s", "fallen")
+LIGHTHOUSE = ("--min_replicas=1", "--heartbeat_timeout_ms=1000", "--join_timeout_ms=1000")
+COLUMNS = ["calm/s", "step s", "steps/s", "goodput", "of first", "batch"]
+COLUMNS += ["kills", "median s", "worst s", "fallen"]
 
 
 class Done(NamedTuple):
@@ -86,11 +89,10 @@ class Training:
         elif way == "torchrun":  # else ranks find addresses of those before, and fail again
             self._common["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         else:
-            module = import_module("torchft.coordination")
-            lighthouse = module.LighthouseServer(bind="[::]:0", min_replicas=1, **LIGHTHOUSE_MS)
-            stack.callback(lighthouse.shutdown)
-            port = lighthouse.address().rpartition(":")[2]
-            self._common["TORCHFT_LIGHTHOUSE"] = f"http://localhost:{port}"
+            address = f"{self._host.address}:{free_port()}"
+            program = Path(sys.executable).with_name("torchft_lighthouse")
+            self._host.start([f"{program}", *LIGHTHOUSE, f"--bind={address}"], stderr=DEVNULL)
+            self._common["TORCHFT_LIGHTHOUSE"] = f"http://{address}"
         stack.callback(self._end)
         for rank in range(1 if way == "torchrun" else spec.ranks):
             self._start(rank, {"RANK": str(rank), "WORLD_SIZE": str(spec.ranks)})
@@ -126,12 +128,11 @@ class Training:
     def kill_rank(self, chance: random.Random) -> None:
         """Kill one of the ranks that are at work, if others are."""
         there = self.at_work()
-        if len(there) < 2:
-            return
-        victim = chance.choice(list(there))
-        others = frozenset(step.rank for pid, step in there.items() if pid != victim)
-        os.kill(victim, signal.SIGKILL)
-        self.kills.append(Kill(time.monotonic(), there[victim].rank, others))
+        if len(there) > 1:
+            victim = chance.choice(list(there))
+            others = frozenset(step.rank for pid, step in there.items() if pid != victim)
+            self.kills.append(Kill(time.monotonic(), there[victim].rank, others))
+            os.kill(victim, signal.SIGKILL)
 
     def kill_reducer(self, chance: random.Random) -> None:
         """Kill a reducer, if there are some, and start it again."""
@@ -249,8 +250,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
         with options.command("bench.goodput"):
             calm, made, _ = train(way, spec, calm_s, chance)
             rate = len(made) / calm_s
-            every_s = rank_every_s, reducer_every_s
-            training, made, waits = train(way, spec, seconds, chance, every_s)
+            training, made, waits = train(
+                way, spec, seconds, chance, (rank_every_s, reducer_every_s)
+            )
         first = float(rows[0]["calm/s"]) if rows else rate
         found = (
             *(rate, median(step.ended - step.begun for step in calm.steps), len(made) / seconds),

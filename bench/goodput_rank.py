@@ -9,11 +9,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -22,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.ddp_models import Simulated, gpt
 from harness.processes import say
 
-# Of torchft's Gloo: of one that is killed only its neighbors hear at once.
-GLOO_S = 2.0
+GLOO_S = 2.0  # of torchft's Gloo: only its neighbors hear at once of one that is killed
 # A step: this rank's number, steps that its weights have now, its begin, its share of the batch.
 Steps: TypeAlias = Iterator[tuple[int, int, float, float]]
 
@@ -85,8 +83,8 @@ def torchft(spec: Spec) -> Steps:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=GLOO_S)),
-        load_state_dict=partial(_load, network, inner),
-        state_dict=lambda: (network.state_dict(), inner.state_dict()),
+        load_state_dict=None,
+        state_dict=None,
         min_replica_size=1,
         replica_id=f"goodput_{rank}",
         hostname="localhost",
@@ -95,6 +93,8 @@ def torchft(spec: Spec) -> Steps:
         rank=0,
         world_size=1,
     )
+    for name, one in (("network", network), ("optimizer", inner)):
+        manager.register_state_dict_fn(name, one.load_state_dict, one.state_dict)
     model = Mended(manager, network)
     optimizer = Optimizer(manager, inner)
     while True:
@@ -114,8 +114,9 @@ def torchrun(spec: Spec) -> Steps:
     network, optimizer = _network(spec.compute_s)
     file, number = Path(spec.checkpoint), 0
     if file.exists():
-        number, *states = torch.load(file)
-        _load(network, optimizer, states)
+        number, weights, state = torch.load(file)
+        network.load_state_dict(weights)
+        optimizer.load_state_dict(state)
     model = DistributedDataParallel(network)
     while True:
         begun = time.monotonic()
@@ -134,11 +135,6 @@ def _network(compute_s: float) -> tuple[Simulated, torch.optim.Optimizer]:
     """Return a GPT of the sizes of `examples/gpt_text.py`, half a megabyte, whose passes sleep."""
     network = Simulated(gpt(width=64, blocks=2, tokens=48, vocabulary=100), compute_s)
     return network, torch.optim.AdamW(network.parameters())
-
-
-def _load(network: Simulated, optimizer: torch.optim.Optimizer, states: Sequence[Any]) -> None:
-    network.load_state_dict(states[0])
-    optimizer.load_state_dict(states[1])
 
 
 WAYS = {"ours": ours, "torchft": torchft, "torchrun": torchrun}
