@@ -18,21 +18,24 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 from pydantic import BaseModel, ConfigDict, Field
 
-from bench import options
+from bench import options, results
 from reducer.planning import network_model
-from reducer.wire.constants import HEADER_BYTES
-from reducer.wire.layout import LARGEST_CHUNK, SHARD_ALIGNMENT, chunk_size, chunk_size_of, shards
+from reducer.wire.constants import HEADER_BYTES, SHARD_ALIGNMENT
+from reducer.wire.layout import LARGEST_CHUNK, chunk_size, chunk_size_of, shards
 from worker_client.protocol import flow_control
 
 FOLDER = Path(__file__).parent / "simulators"
+SCENARIOS = FOLDER / "scenarios.jsonl"
 PROGRAM = Path("build/opinions/ns3_star")
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's packages of SimGrid are for this one
 FRAMING = HEADER_BYTES + network_model.FRAMING
-LANES = 4  # with one a host waits for a receiver that is busy, which connections do not
+# Messages that a host sends at once: with few it waits for receivers that are busy, which
+# connections side by side do not. Each is a thread of SimGrid's.
+LANES, MOST_LANES = 64, 8192
 MOST_MESSAGES = 300_000  # of one run of SimGrid, which takes a minute or two
 
 
-class SimulatorMissing(Exception):
+class SimulatorMissingError(Exception):
     """A simulator is not installed; the message says what to install."""
 
 
@@ -68,6 +71,7 @@ class Scenario(BaseModel):
 
     @property
     def network(self) -> network_model.Network:
+        """The links, as payload that they carry."""
         share = network_model.payload_share() * 1e9 / 8
         return network_model.Network(
             self.worker_gbps * share, self.reducer_gbps * share, 2 * self.delay_s
@@ -119,24 +123,19 @@ def rules(scenario: Scenario) -> Rules:
 
 def formula_s(scenario: Scenario) -> float:
     """Return the time by the closed formula."""
-    return network_model.all_reduce_s(
-        scenario.nbytes,
-        scenario.workers,
-        scenario.reducers,
-        scenario.topology,
-        scenario.network,
-    )
+    n, k = scenario.workers, scenario.reducers
+    return network_model.all_reduce_s(scenario.nbytes, n, k, scenario.topology, scenario.network)
 
 
-def ask_simgrid(scenario: Scenario, lanes: int = LANES) -> Opinion:
+def ask_simgrid(scenario: Scenario) -> Opinion:
     """Ask SimGrid. It takes larger chunks where there would be more than `MOST_MESSAGES`.
 
     Raises:
-        SimulatorMissing: the system's Python has no SimGrid.
+        SimulatorMissingError: the system's Python has no SimGrid.
     """
     probe = [SYSTEM_PYTHON, "-c", "import simgrid"]
-    if not Path(SYSTEM_PYTHON).exists() or subprocess.run(probe, capture_output=True).returncode:
-        raise SimulatorMissing("SimGrid: install Debian's package python3-simgrid")
+    if not Path(SYSTEM_PYTHON).exists() or _fails(probe):
+        raise SimulatorMissingError("SimGrid: install Debian's package python3-simgrid")
     ruled = rules(scenario)
     most = max(1, MOST_MESSAGES // (2 * scenario.workers * ruled.reducers))
     coarse = SHARD_ALIGNMENT * -(-ruled.shard_bytes // most // SHARD_ALIGNMENT)
@@ -149,7 +148,7 @@ def ask_simgrid(scenario: Scenario, lanes: int = LANES) -> Opinion:
         "worker_rate": scenario.network.worker_rate,
         "reducer_rate": scenario.network.reducer_rate,
         "delay_s": scenario.delay_s,
-        "lanes": lanes,
+        "lanes": min(LANES, MOST_LANES // (scenario.workers + scenario.owners)),
     }
     command = [SYSTEM_PYTHON, str(FOLDER / "simgrid_star.py")]
     said = subprocess.run(
@@ -159,20 +158,32 @@ def ask_simgrid(scenario: Scenario, lanes: int = LANES) -> Opinion:
     return _opinion(scenario, seconds, {"chunk_bytes": ruled.chunk_bytes})
 
 
+def _fails(command: list[str]) -> bool:
+    return subprocess.run(command, check=False, capture_output=True).returncode != 0
+
+
 def ask_ns3(scenario: Scenario, rounds: int = 2, congestion: str = "TcpCubic") -> Opinion:
     """Ask ns-3, of the mean all-reduce after the first, in which connections begin slowly.
 
     Raises:
-        SimulatorMissing: there is no ns-3, or no compiler.
+        SimulatorMissingError: there is no ns-3, or no compiler.
     """
     ruled = rules(scenario)
     part_gbps = min(scenario.worker_gbps / ruled.reducers, scenario.reducer_gbps / scenario.workers)
-    arguments = {
-        **{"workers": scenario.workers, "reducers": ruled.reducers, "rounds": rounds},
-        **{"shard": ruled.shard_bytes, "chunk": ruled.chunk_bytes, "window": ruled.window_bytes},
-        **{"worker-gbps": scenario.worker_gbps, "reducer-gbps": scenario.reducer_gbps},
-        **{"delay": scenario.delay_s, "buffer": scenario.port_buffer_bytes, "framing": FRAMING},
-        **{"congestion": congestion, "embedded": int(scenario.topology == "embedded")},
+    arguments: dict[str, str | float] = {
+        "workers": scenario.workers,
+        "reducers": ruled.reducers,
+        "embedded": int(scenario.topology == "embedded"),
+        "shard": ruled.shard_bytes,
+        "chunk": ruled.chunk_bytes,
+        "window": ruled.window_bytes,
+        "framing": FRAMING,
+        "buffer": scenario.port_buffer_bytes,
+        "worker-gbps": scenario.worker_gbps,
+        "reducer-gbps": scenario.reducer_gbps,
+        "delay": scenario.delay_s,
+        "rounds": rounds,
+        "congestion": congestion,
         "pace": part_gbps * network_model.payload_share() if scenario.paced else 0,
     }
     command = [str(_ns3_program()), *(f"--{name}={value}" for name, value in arguments.items())]
@@ -192,7 +203,7 @@ def _ns3_program() -> Path:
     if PROGRAM.exists() and PROGRAM.stat().st_mtime > source.stat().st_mtime:
         return PROGRAM
     if not shutil.which("g++") or not Path("/usr/include/ns3/internet-module.h").exists():
-        raise SimulatorMissing("ns-3: install Debian's packages libns3-dev and g++")
+        raise SimulatorMissingError("ns-3: install Debian's packages libns3-dev and g++")
     PROGRAM.parent.mkdir(parents=True, exist_ok=True)
     # What pkg-config says names libraries that the package does not install.
     modules = ("internet", "point-to-point", "traffic-control", "network", "core")
@@ -203,54 +214,22 @@ def _ns3_program() -> Path:
 
 def _opinion(scenario: Scenario, seconds: float, found: dict[str, float]) -> Opinion:
     owned = network_model.shares(scenario.workers, scenario.reducers, scenario.topology)
-    busy_s = scenario.nbytes * network_model.busiest_card_s(
-        scenario.workers, owned, scenario.network
-    )
-    return Opinion(seconds, busy_s / seconds, found)
+    byte_s = network_model.busiest_card_s(scenario.workers, owned, scenario.network)
+    return Opinion(seconds, scenario.nbytes * byte_s / seconds, found)
 
 
-MIB = 1 << 20
-SCENARIOS = [
-    Scenario(
-        workers=n,
-        reducers=k,
-        topology="pool" if k else "embedded",
-        nbytes=mib * MIB,
-        worker_gbps=10,
-        reducer_gbps=rate,
-        delay_s=25e-6,
-        port_buffer_bytes=buffer_mib * MIB,
-    )
-    for n, k, mib, rate, buffer_mib in (
-        (4, 4, 64, 10, 4),
-        (4, 0, 64, 10, 4),
-        (16, 4, 16, 10, 4),
-        (16, 16, 64, 10, 4),
-        (16, 0, 64, 10, 4),
-        (64, 16, 16, 40, 16),
-        (64, 64, 16, 10, 16),
-        (64, 0, 16, 10, 16),
-        (256, 64, 64, 40, 16),
-        (1024, 64, 64, 100, 16),
-    )
-]
 ASKED: dict[str, Callable[[Scenario], Opinion]] = {"simgrid": ask_simgrid, "ns3": ask_ns3}
 MOST_WORKERS_NS3 = 64  # more take it longer than minutes
 
 
 def main(
-    scenarios: Annotated[
-        Path | None, typer.Option(help="Scenarios as JSON, one a line; README.md names the fields.")
-    ] = None,
+    scenarios: Annotated[Path, typer.Option(help="Scenarios as JSON, one a line.")] = SCENARIOS,
     ask: Annotated[str, typer.Option(help="Of simgrid and ns3.")] = "simgrid,ns3",
     json: options.Json = None,
 ) -> None:
     """Print what the formula and the simulators say of each scenario, and how far they differ."""
-    run = options.begin("bench.opinions")
-    grid = SCENARIOS
-    if scenarios:
-        lines = scenarios.read_text().splitlines()
-        grid = [Scenario.model_validate_json(text) for text in lines if text.strip()]
+    run = results.begin("bench.opinions")
+    grid = [Scenario.model_validate_json(text) for text in scenarios.read_text().splitlines()]
     asked = [name for name in ASKED if name in ask.split(",")]
     head = "".join(f"{name + ', ms':>12} {'error':>7} {'goodput':>7}" for name in asked)
     print(f"{'n':>5} {'k':>4} {'topology':>9} {'MiB':>5} {'Gbit/s':>9} {'formula, ms':>12}{head}")
@@ -266,14 +245,14 @@ def compare(scenario: Scenario, asked: list[str], missing: set[str]) -> dict[str
     row: dict[str, str | float] = {**scenario.model_dump(), "formula_s": expected_s}
     line = (
         f"{scenario.workers:>5} {scenario.owners:>4} {scenario.topology:>9} "
-        f"{scenario.nbytes / MIB:>5g} {rates:>9} {1e3 * expected_s:>12.2f}"
+        f"{scenario.nbytes / 2**20:>5g} {rates:>9} {1e3 * expected_s:>12.2f}"
     )
     for name in asked:
         said = None
         if name not in missing and not (name == "ns3" and scenario.workers > MOST_WORKERS_NS3):
             try:
                 said = ASKED[name](scenario)
-            except SimulatorMissing as why:
+            except SimulatorMissingError as why:
                 missing.add(name)
                 print(f"# {why}")
         if said is None:

@@ -16,12 +16,14 @@
 using namespace ns3;
 
 namespace {
-struct {
-    uint32_t workers = 4, reducers = 4, rounds = 2;
-    bool embedded = false;
-    uint64_t shard = 1 << 20, chunk = 1 << 18, window = 1 << 19, buffer = 1 << 20;
-    uint64_t framing = 107; // bytes of a message besides its chunk
-    double workerGbps = 10, reducerGbps = 10, delay = 25e-6, pace = 0, limit = 60, jitter = 100e-6;
+struct { // sizes in bytes, times in seconds, rates in Gbit/s
+    uint64_t workers = 4, reducers = 4, embedded = 0; // 1: worker i hosts reducer i
+    uint64_t shard = 1 << 20, chunk = 1 << 18, window = 1 << 19; // the window is of one link
+    uint64_t framing = 107, buffer = 1 << 20; // of a message besides its chunk; of a switch's port
+    uint64_t rounds = 2;                      // all-reduces, one after the other
+    double worker = 10, reducer = 10, pace = 0; // the most of a connection each way; 0: no bound
+    double delay = 25e-6, limit = 60; // from a host to another; simulated, until it gives up
+    double jitter = 100e-6;           // the most that a worker waits before a round
     std::string congestion = "TcpCubic";
 } job;
 
@@ -148,10 +150,10 @@ void Answered(uint32_t w, uint32_t r)
         seen.ends.push_back(Simulator::Now().GetSeconds());
     if (seen.ends.size() == job.rounds)
         Simulator::Stop();
-    else if (whole && rounds[w] < job.rounds)
-        Begin(w, 0);
     else if (!whole)
         Pump(w);
+    else if (rounds[w] < job.rounds)
+        Begin(w, 0);
 }
 
 /* Puts a host on the switch; returns its address. */
@@ -163,9 +165,8 @@ Ipv4Address Attach(Ptr<Node> host, Ptr<Node> hub, double gbps)
     wire.SetDeviceAttribute("DataRate", DataRateValue(uint64_t(gbps * 1e9 * 1502 / 1514)));
     wire.SetChannelAttribute("Delay", TimeValue(Seconds(job.delay / 2)));
     NetDeviceContainer ends = wire.Install(host, hub);
-    Callback<void, uint32_t, uint32_t> queue([](uint32_t, uint32_t bytes) {
-        seen.longestQueue = std::max(seen.longestQueue, bytes);
-    });
+    Callback<void, uint32_t, uint32_t> queue(
+        [](uint32_t, uint32_t held) { seen.longestQueue = std::max(seen.longestQueue, held); });
     auto port = DynamicCast<PointToPointNetDevice>(ends.Get(1));
     port->GetQueue()->SetMaxSize(QueueSize(QueueSizeUnit::BYTES, job.buffer));
     port->GetQueue()->TraceConnectWithoutContext("BytesInQueue", queue);
@@ -228,30 +229,22 @@ void Configure()
 int main(int count, char* words[])
 {
     CommandLine line(__FILE__);
-    line.AddValue("workers", "n", job.workers);
-    line.AddValue("reducers", "k", job.reducers);
-    line.AddValue("embedded", "whether worker i hosts reducer i", job.embedded);
-    line.AddValue("shard", "bytes of a buffer that each reducer owns", job.shard);
-    line.AddValue("chunk", "bytes", job.chunk);
-    line.AddValue("window", "bytes, of each link", job.window);
-    line.AddValue("framing", "bytes of a message besides its chunk", job.framing);
-    line.AddValue("buffer", "bytes, of each port of the switch", job.buffer);
-    line.AddValue("worker-gbps", "rate of a worker's link", job.workerGbps);
-    line.AddValue("reducer-gbps", "rate of a reducer's link", job.reducerGbps);
-    line.AddValue("delay", "one way, between two hosts, seconds", job.delay);
-    line.AddValue("pace", "most that a connection sends each way, Gbit/s; 0: no bound", job.pace);
-    line.AddValue("rounds", "all-reduces, one after the other", job.rounds);
-    line.AddValue("limit", "seconds of the simulated time after which it gives up", job.limit);
-    line.AddValue("jitter", "most that a worker waits before a round, seconds", job.jitter);
-    line.AddValue("congestion", "TcpCubic or TcpLinuxReno", job.congestion);
+    for (auto [name, field] : std::map<std::string, uint64_t*>{
+             {"workers", &job.workers}, {"reducers", &job.reducers}, {"embedded", &job.embedded},
+             {"shard", &job.shard}, {"chunk", &job.chunk}, {"window", &job.window},
+             {"framing", &job.framing}, {"buffer", &job.buffer}, {"rounds", &job.rounds}})
+        line.AddValue(name, "", *field);
+    for (auto [name, field] : std::map<std::string, double*>{
+             {"worker-gbps", &job.worker}, {"reducer-gbps", &job.reducer}, {"pace", &job.pace},
+             {"delay", &job.delay}, {"limit", &job.limit}, {"jitter", &job.jitter}})
+        line.AddValue(name, "", *field);
+    line.AddValue("congestion", "", job.congestion);
     line.Parse(count, words);
     Configure();
     chunks = (job.shard + job.chunk - 1) / job.chunk;
     for (uint32_t w = 0; w < job.workers; w++)
         links.emplace_back(job.reducers); // each link with ends of its own
-    turns.resize(job.workers);
-    rounds.resize(job.workers);
-    slots.resize(job.reducers);
+    turns.resize(job.workers), rounds.resize(job.workers), slots.resize(job.reducers);
     NodeContainer hosts(job.workers + (job.embedded ? 0 : job.reducers)), hub(1);
     InternetStackHelper stack;
     stack.SetIpv6StackInstall(false);
@@ -259,8 +252,8 @@ int main(int count, char* words[])
     stack.Install(hub);
     std::vector<Ipv4Address> addresses;
     for (uint32_t i = 0; i < hosts.GetN(); i++)
-        addresses.push_back(Attach(hosts.Get(i), hub.Get(0),
-                                   i < job.workers ? job.workerGbps : job.reducerGbps));
+        addresses.push_back(
+            Attach(hosts.Get(i), hub.Get(0), i < job.workers ? job.worker : job.reducer));
     /* A port whose queue is full stops, and what is for it is dropped before it. */
     Callback<void, Ptr<const Packet>> drop([](Ptr<const Packet>) { seen.drops++; });
     hub.Get(0)->GetObject<TrafficControlLayer>()->TraceConnectWithoutContext("TcDrop", drop);

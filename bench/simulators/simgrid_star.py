@@ -56,6 +56,7 @@ class Sender:
             Actor.create(f"lane-{lane}", host, self._run).daemonize()
 
     def post(self, when: float, to: Host, nbytes: int, arrived: Callable[[], None]) -> None:
+        """Send a message when its time has come; `arrived` is called when it has left."""
         heapq.heappush(self._due, (when, next(self._numbers), to, nbytes, arrived))
         if self._waiting:
             self._waiting -= 1

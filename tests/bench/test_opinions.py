@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.opinions import Scenario, SimulatorMissing, ask_ns3, ask_simgrid
+from bench.opinions import Scenario, SimulatorMissingError, ask_ns3, ask_simgrid
 
 MIB = 1 << 20
 # TCP's payload of a link of 1 Gbit/s, of packets of 1500 bytes in Ethernet's frames.
@@ -14,7 +14,7 @@ def ask(simulator, **changed):
     links = {"worker_gbps": 1, "reducer_gbps": 1, "delay_s": 25e-6, "port_buffer_bytes": 4 * MIB}
     try:
         return simulator(Scenario(**scenario | links | changed))
-    except SimulatorMissing as missing:
+    except SimulatorMissingError as missing:
         pytest.skip(f"{missing}: make simulators")
 
 
