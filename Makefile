@@ -14,6 +14,7 @@ BUILD_TOOLS := gcc:gcc,libc6-dev pkg-config libsodium:libsodium-dev
 CROSS_TOOLS := qemu-aarch64:qemu-user $(CROSS)-gcc:gcc-$(CROSS),libc6-dev-arm64-cross
 TEST_TOOLS := ip:iproute2 nft:nftables iperf3 mpirun:openmpi-bin srun:slurm-client chromium \
 	slurmctld slurmd prometheus $(CROSS_TOOLS)
+SIMULATORS := g++ ns3-internet:libns3-dev python3-simgrid
 CONTAINER_TOOLS := buildah podman runc debootstrap $(filter ip:%,$(TEST_TOOLS))
 BUILD = REDUCTION_BUILD_STABLE_ABI=1 \
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) build/release/bin/python -m build --no-isolation
@@ -42,8 +43,8 @@ SANITIZE ?=
 SANITIZED_INPUTS ?= 2000
 
 .PHONY: demo test test-extended test-frameworks test-torch-suite test-containers test-clouds \
-	test-versions build-tools test-tools cross-tools container-tools kubernetes-tools docs lint bench fuzz sanitize \
-	sanitize-threads audit sbom locks release wheels clean
+	test-versions build-tools test-tools cross-tools container-tools kubernetes-tools docs lint bench simulators fuzz \
+	sanitize sanitize-threads audit sbom locks release wheels clean
 
 # Installs what is missing of $1, as root of a Debian; where that cannot be, tests are skipped.
 # Tests start what they need, so a policy keeps Debian from starting the services that it installs.
@@ -147,6 +148,10 @@ docs: .venv/docs-ready
 
 bench: .venv/bench-ready
 	$(BIN)/python -m bench
+
+# What bench.opinions and bench.incast ask.
+simulators:
+	$(call install,$(SIMULATORS))
 
 # Every target for FUZZ_SECONDS seconds; findings, and inputs that reach something new, are left in
 # build/fuzz.

@@ -1,0 +1,1 @@
+"""Simulators of others' that `bench.opinions` asks; each runs apart and imports nothing of ours."""
