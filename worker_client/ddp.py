@@ -248,7 +248,10 @@ class ReductionState:
         if exact:
             pack = Pack(exact)
             calls.append(_HookCall(pack.buffer, exact=True, finish=pack.unpack))
-        if rounded:
+        if len(rounded) == 1:
+            ((gradient, residual),) = rounded
+            calls.append(_HookCall(gradient, residual=residual))
+        elif rounded:
             calls.append(self._together(rounded))
         return calls + alone
 
