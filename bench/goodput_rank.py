@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import distributed as dist
@@ -80,7 +80,8 @@ def torchft(spec: Spec) -> Steps:
 
     rank = int(os.environ["RANK"])
     network, inner = _network(spec.compute_s)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    store = make_store("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=GLOO_S)),
         load_state_dict=None,
