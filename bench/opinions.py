@@ -31,8 +31,8 @@ SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's packages of SimGrid are for this 
 FRAMING = HEADER_BYTES + network_model.FRAMING
 # Messages that a host sends at once: with few it waits for receivers that are busy, which
 # connections side by side do not. Each is a thread of SimGrid's.
-LANES, MOST_LANES = 64, 8192
-MOST_MESSAGES = 300_000  # of one run of SimGrid, which takes a minute or two
+LANES, MOST_LANES = 64, 2048  # of one host; of all workers, or all reducers
+MOST_MESSAGES = 150_000  # of one run of SimGrid, which takes minutes
 
 
 class SimulatorMissingError(Exception):
@@ -148,7 +148,8 @@ def ask_simgrid(scenario: Scenario) -> Opinion:
         "worker_rate": scenario.network.worker_rate,
         "reducer_rate": scenario.network.reducer_rate,
         "delay_s": scenario.delay_s,
-        "lanes": min(LANES, MOST_LANES // (scenario.workers + scenario.owners)),
+        "worker_lanes": min(LANES, ruled.reducers, MOST_LANES // scenario.workers),
+        "reducer_lanes": min(LANES, scenario.workers, MOST_LANES // ruled.reducers),
     }
     command = [SYSTEM_PYTHON, str(FOLDER / "simgrid_star.py")]
     said = subprocess.run(

@@ -2,7 +2,7 @@
 
 `bench.opinions` starts it with the system's Python, for which SimGrid has a package. Standard input
 has one JSON object, what a scenario and the project's rules give; standard output gets another one.
-A host sends messages in order, `lanes` of them at once, and SimGrid says how fast they are: the
+A host sends messages in order, some of them at once, and SimGrid says how fast they are: the
 rate of a message is what the two links leave it. The delay between hosts is waited for apart, as a
 sender that waits for it with each message would leave its link idle. Processors cost nothing.
 """
@@ -27,7 +27,7 @@ class Job(NamedTuple):
         framing_bytes: of a message, besides its chunk.
         worker_rate, reducer_rate: of links each way, bytes per second.
         delay_s: from a host to another one.
-        lanes: messages that a host sends at once, to different hosts.
+        worker_lanes, reducer_lanes: messages that a host sends at once, to different hosts.
     """
 
     workers: int
@@ -40,7 +40,8 @@ class Job(NamedTuple):
     worker_rate: float
     reducer_rate: float
     delay_s: float
-    lanes: int
+    worker_lanes: int
+    reducer_lanes: int
 
 
 class Sender:
@@ -86,8 +87,8 @@ class AllReduce:
     def __init__(self, job: Job, workers: list[Host], reducers: list[Host]) -> None:
         self._job = job
         self._chunks = -(-job.shard_bytes // job.chunk_bytes)
-        self._workers = [Sender(host, min(job.lanes, len(reducers))) for host in workers]
-        self._reducers = [Sender(host, min(job.lanes, len(workers))) for host in reducers]
+        self._workers = [Sender(host, job.worker_lanes) for host in workers]
+        self._reducers = [Sender(host, job.reducer_lanes) for host in reducers]
         self._missing = [[job.workers] * self._chunks for _ in reducers]
         self._results = job.workers * job.reducers * self._chunks
         self._done = Semaphore(0)
