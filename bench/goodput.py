@@ -64,7 +64,7 @@ class Kill(NamedTuple):
 
 
 class Training:
-    """The processes of one training, and what has become of them.
+    """The processes of one training, with the steps and ends that they have reported.
 
     Attributes:
         steps: of all ranks, as they came.
@@ -208,7 +208,8 @@ def kept(steps: Iterable[Done], begin: float, end: float) -> list[Done]:
 def recoveries(steps: Iterable[Done], kills: Sequence[Kill], end: float) -> list[float]:
     """Return the seconds from each kill until all others have completed a step begun after it.
 
-    Who is killed meanwhile is not waited for. What has not ended at the end counts until then.
+    A rank that is killed meanwhile is not waited for. A recovery that has not ended by `end` counts
+    until then.
     """
     of_rank: dict[int, list[Done]] = {}
     for step in sorted(steps, key=attrgetter("ended")):

@@ -63,7 +63,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     figures: Annotated[
         bool, typer.Option("--figures", help="Measure nothing: take what docs/figures has.")
     ] = False,
-    costs: Annotated[str, typer.Option(help="As of `reducer plan --simulate`.")] = "{}",
+    costs: Annotated[str, typer.Option(help="Of messages, as `reducer plan` has it.")] = "{}",
     within: Annotated[float, typer.Option(help="Error from which on the exit code is 1.")] = 0.05,
     json: options.Json = None,
 ) -> None:

@@ -322,12 +322,13 @@ prints the time beside the formula's, and the longest queues at the switch:
 With `--port-buffer 16MiB` a port holds no more: what finds no room is sent again a round trip
 later, and `lost` is its share. `--costs` is what messages cost a processor, seconds, as JSON:
 `worker_message_s`, `worker_byte_s`, `reducer_message_s`, `reducer_byte_s`. `--json` prints all of
-it for programs. Only `--topology` makes a pool of fewer reducers than workers no mixed one.
+it for programs. A pool of fewer reducers than workers is mixed where that is faster;
+`--topology pool` simulates it alone.
 `bench.simulated` holds it against the lab ([errors](../bench/notebook.md)).
 
-What it leaves out: TCP's slow start, timeouts and window, failures, and heartbeats of ZMTP. What a
-reducer does is stated again, and compared with its engine in tests. With 4,096 links or more the
-ranks do not find out how large chunks are to be, but know what they would agree on.
+It leaves out TCP's slow start, timeouts and window, failures, and ZMTP's heartbeats. The reducer's
+rules are stated again there, and tests compare them with its engine. With 4,096 links or more the
+size of chunks is computed, where ranks would measure their links and agree on it.
 
 ## What your training gains
 

@@ -409,7 +409,7 @@ def sites() -> list[str]:
 
 def readme() -> list[str]:
     """Return the README's table: what to set for what one has, and what it gained."""
-    names = "pool-4", "pool-8", "mixed", "wire-4", "ddp", "sites", "nodes"
+    names = "pool-4", "pool-8", "mixed", "wire-4", "hivemind-1000", "ddp", "sites", "nodes"
     figures = dict(zip(names, map(Figure, names), strict=True))
 
     def gain(name: str, way: str) -> str:
@@ -417,6 +417,10 @@ def readme() -> list[str]:
 
     ddp_sites, diloco = figures["sites"].row(way="ddp"), figures["sites"].row(way="diloco")
     flat, by_nodes = figures["nodes"].rows
+    exact, rounded = (
+        figures["hivemind-1000"].row(way=way)["ms"] for way in ("embedded", "embedded-int8")
+    )
+    less = f"{rounded / exact:.2f}"
     bytes_less, loss = ddp_sites["sent"] / diloco["sent"], diloco["loss"] / ddp_sites["loss"] - 1
     pools = f"{gain('pool-4', 'pool-4')} times as fast (n=4), {gain('pool-8', 'pool-8')} (n=8)"
     deployment, slow_links = "[deployment](docs/deployment.md)", "[slow links](docs/slow-links.md)"
@@ -437,7 +441,7 @@ def readme() -> list[str]:
         [
             "a slow link",
             "also `REDUCTION_WIRE_DTYPE=int8`",
-            f"{gain('wire-4', 'pool-4-int8')} times, with a pool of 4",
+            f"{gain('wire-4', 'pool-4-int8')} times, pool of 4; embedded {less} of fp32's time",
             slow_links,
         ],
         [
@@ -456,11 +460,10 @@ def readme() -> list[str]:
     (trained,) = figures["ddp"].rows
     text = (
         "Sums on one machine of 2 cores, whose hosts are network namespaces behind shaped links; "
-        "no other network was measured. A pool adds network cards of its own: workers are equally "
-        "many, cards are not. Training a ResNet-50-sized model with 4 workers and 4 reducers at "
-        f"1 Gbit/s gains {speed(trained['gloo'], spread=False)} in samples/s. "
-        "[Performance](docs/performance.md) has more. For yours: "
-        "`worker-client doctor --gain -- train.py`."
+        "no other network was measured. A pool adds network cards of its own. Training a "
+        "ResNet-50-sized model with 4 workers and 4 reducers at 1 Gbit/s gains "
+        f"{speed(trained['gloo'], spread=False)} in samples/s. [Performance](docs/performance.md) "
+        "has more. For yours: `worker-client doctor --gain --workers 4 --gbps 1 -- train.py`."
     )
     heads = ["you have", "you set", "measured here", "read"]
     return [*table(heads, rows), "", *textwrap.wrap(text, 100, break_on_hyphens=False)]

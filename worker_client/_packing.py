@@ -35,7 +35,7 @@ class Pack:
 
     Args:
         members: what is packed.
-        align: of how many elements there is a multiple before each tensor; zeros fill the rest.
+        align: elements, of which each tensor begins at a multiple; zeros fill what is between.
     """
 
     def __init__(self, members: Sequence[Any], align: int = 1) -> None:

@@ -103,6 +103,8 @@ def plan(  # noqa: PLR0917 (options have names on the command line)
     )
     pools = sizes(reducers)
     found = planning.plan(job, pools)
+    if simulate and vertex:
+        raise ConfigError("--simulate prints times, --vertex a job's specification: give one")
     if simulate:
         # It needs the worker's side, as nothing else of this program does.
         from reducer.commands import simulated  # noqa: PLC0415

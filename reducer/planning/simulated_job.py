@@ -73,7 +73,7 @@ class MessageCosts(NamedTuple):
 
 
 class Site(NamedTuple):
-    """What a host has of the network: the card by which it sends, and the switch's port to it."""
+    """A host's network card, by which it sends, and the switch's port, by which it receives."""
 
     card: Card
     port: LinkQueue
@@ -302,7 +302,7 @@ class SimulatedJob:
         rates: of the ranks' hosts, and of those of reducers that no rank hosts.
         delay_s: from a host to another's port.
         buffer_bytes: of every port, 0 for any number.
-        segment_bytes: as of `Card`.
+        segment_bytes: the most that a card takes of a connection at once.
         costs: of messages.
         rules: makes those of a thread, which tests replace; takes the number of ranks.
 

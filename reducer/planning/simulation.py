@@ -36,7 +36,7 @@ class SimulationScenario:
     Attributes:
         workers: ranks, each on a host of its own.
         reducers: of the pool; 0 if embedded.
-        topology: as of `network_model`.
+        topology: where reducers are; one of `network_model.Topology`.
         nbytes: of the buffer.
         worker_gbps, reducer_gbps: rates of the cards, Gbit/s each way.
         delay_s: from one host to another, one way.
@@ -45,7 +45,7 @@ class SimulationScenario:
         mtu: largest packet, bytes.
         lanes: threads of each reducer.
         streams: connections of each link; 0 for the rule.
-        segment_bytes: as of `Card`.
+        segment_bytes: the most that a card takes of a connection at once.
         chunk_bytes: forced size of chunks, 0 for the rule.
         costs: of messages.
     """
@@ -90,7 +90,7 @@ class _SettledSpec(JobSpec):
 
 @dataclass(frozen=True)
 class SimulationOutcome:
-    """What has come of it.
+    """The times, queues and costs of a simulated all-reduce.
 
     Attributes:
         seconds: of an all-reduce, from the end of the one before at the last rank.
@@ -128,7 +128,7 @@ def simulate(
 
     Args:
         scenario: what is simulated.
-        rules: of reducers, as of `SimulatedJob`.
+        rules: makes what decides for a reducer, given the number of ranks; tests have others.
 
     Raises:
         ConfigError: there is no such topology with so many reducers.

@@ -166,7 +166,8 @@ def ways(pools: Sequence[int]) -> list[Way]:
     for pool in (0, *pools):
         wires = WIRES if pool in {0, *pools[-1:]} else {"": None}
         found += [Way("reducers", pool, wire) for wire in wires]
-    return [*found, Way("diloco", max(pools, default=0), "int8"), Way("none")]
+    outer = [Way("diloco", pool, "int8") for pool in sorted({0, *pools[-1:]})]
+    return [*found, *outer, Way("none")]
 
 
 def advised(found: Sequence[Prediction]) -> Prediction:

@@ -3,8 +3,9 @@
 **The model.** Every host has one card, and one port of one switch. Connections take turns at a
 card, of two segments each, as Linux has them. A segment is 64 KiB, or the power of two below a
 shorter message: so the last bytes of a chunk, behind a header, wait for a turn of their own, as the
-end of a message does in TCP's next segment. What has left is at the receiver's port, and waits for
-what came before. A port has a buffer: what finds no room is lost, and its connection sends it again
+end of a message does in TCP's next segment. A segment that has left its card is at the receiver's
+port, behind the segments that came before. A port has a buffer: a segment that finds no room is
+lost, and its connection sends it again
 after the time in which a sender notices, a round trip and what the full buffer takes; meanwhile it
 sends nothing. That is less than TCP may take: here it has no slow start and no timeouts. Nor has it
 a window of its own, so queues hold what the protocol's windows let through.

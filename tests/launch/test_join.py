@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from subprocess import PIPE
 
 import pytest
@@ -117,7 +118,15 @@ def test_a_script_that_cannot_be_measured_trains_by_equal_shares(tmp_path, monke
         monkeypatch.setenv("WORLD_SIZE", "2")
         measure.main(str(tmp_path / "found"), "train.py")
     found = json.loads((tmp_path / "found").read_text())
-    assert found == {"said": ["nothing is measured: no steps"]}
+    said, instead = found.pop("said")
+    assert (found, said) == ({}, "nothing is measured: no steps")
+    assert "REDUCTION_WIRE_DTYPE" in instead
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_script_that_sends_nothing_through_reducers_is_told(attached):
+    said = measure.decided(replace(answer((1.0, 1.0), 20e6), attached=attached))["said"]
+    assert any("worker_client.attach(model)" in line for line in said) is not attached
 
 
 @pytest.mark.parametrize("shares", ["", "0.75,0.25", "0.01,0.99", "3,2,1,0.001"])

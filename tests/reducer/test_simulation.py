@@ -248,6 +248,7 @@ def test_what_the_command_prints():
         ("--port-buffer deep", "port-buffer: could not parse"),
         ("--costs 1", "costs: "),
         ("--topology pool", "a pool needs at least 1 reducer"),
+        ("--vertex", "give one"),
     ],
 )
 def test_what_cannot_be_simulated(option, says):

@@ -121,7 +121,7 @@ def test_ways_that_are_compared():
     assert names[:4] == [("gloo", 0, ""), ("reducers", 0, ""), *_rounded(0)]
     assert names[4:] == [
         *(("reducers", 2, ""), ("reducers", 4, ""), *_rounded(4)),
-        *(("diloco", 4, "int8"), ("none", 0, "")),
+        *(("diloco", 0, "int8"), ("diloco", 4, "int8"), ("none", 0, "")),
     ]
 
 

@@ -12,6 +12,11 @@ from reducer.planning.step_model import AS_GOOD, Prediction, TrainingJob, Way, a
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+NOT_ATTACHED = (
+    "The script sends nothing through reducers: write worker_client.attach(model) after "
+    "DistributedDataParallel(...), or these settings do nothing."
+)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -23,6 +28,8 @@ class Answer:
         measured_links: whether the links were measured, and not given.
         speeds: samples a second of each rank with nothing exchanged, or steps if nobody knows of
             samples; none of a run that was recorded.
+        attached: whether the script's gradients go through reducers as it is; None if that is not
+            known.
     """
 
     job: TrainingJob
@@ -30,6 +37,7 @@ class Answer:
     now_s: float | None
     measured_links: bool
     speeds: tuple[float, ...] = ()
+    attached: bool | None = None
 
     def lines(self) -> Iterator[str]:
         """Yield what was measured, a sentence a line."""
@@ -82,9 +90,11 @@ class Answer:
             what += ", which trains otherwise (docs/slow-links.md)"
         elif taken.way.wire:
             what += f" (REDUCTION_WIRE_DTYPE={taken.way.wire})"
+        is_missing = self.attached is False and taken.way.kind != "diloco"
+        missing = f" {NOT_ATTACHED}" if is_missing else ""
         return (
             f"{what}: a step is {self._gain(taken):.2f} times as fast as with Gloo; with no "
-            f"exchange at all it would be {self._gain(bound):.2f} times."
+            f"exchange at all it would be {self._gain(bound):.2f} times.{missing}"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -116,6 +126,7 @@ class Answer:
                 }
                 for one in self.found
             ],
+            "attached": self.attached,
             "advice": self.advice(),
         }
 

@@ -16,13 +16,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket  # what torch.distributed.GradBucket is
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reducer.errors import ConfigError
 from reducer.planning.step_model import Bucket, Step
+from worker_client.ddp import ReductionState
 from worker_client.staging.wire_rule import ALONE_BYTES, SMALLEST_BYTES
 
 WARM_UP = 3  # steps: DDP's first has other buckets than the rest, and whatever is lazy is made then
@@ -40,10 +43,12 @@ class Measured(NamedTuple):
     Attributes:
         step: with nothing exchanged; samples are those of this rank.
         now_s: a step as the script makes it; None if it was not measured.
+        attached: whether the script's gradients go through reducers.
     """
 
     step: Step
     now_s: float | None
+    attached: bool = False
 
 
 class _HostClock:
@@ -96,7 +101,8 @@ class Probe:
         self._all = self._exchanging + steps
         self._finish = finish
         self._model: DistributedDataParallel | None = None
-        self._hooked = False
+        self._hooked = self._attached = False
+        self._stepped = 0  # optimizers' steps
         self._clock: _HostClock | _DeviceClock = _HostClock()
         self._steps: list[_TimedStep] = []
 
@@ -122,12 +128,21 @@ class Probe:
         def watched_register(model: Any, state: object, hook: Hook) -> None:
             register(model, state, self._around(hook))
             self._hooked = True
+            self._attached = self._attached or isinstance(state, ReductionState)
 
         ddp.__init__, ddp.register_comm_hook = watched_init, watched_register
+        steps = register_optimizer_step_pre_hook(self._step)
         try:
             yield
         finally:
             ddp.__init__, ddp.register_comm_hook = init, register
+            steps.remove()
+
+    def _step(self, *_: object) -> None:
+        """Count an optimizer's step."""
+        self._stepped += 1
+        if self._model is None and self._stepped > self._all:
+            raise Enough  # else a script without DDP would train to its end
 
     def _watch(self, model: DistributedDataParallel) -> None:
         if self._model is not None:
@@ -136,6 +151,7 @@ class Probe:
                 "of one: record a timeline or a trace, and give it by --trace"
             )
         self._model = model
+        self._attached = dist.get_backend(model.process_group) == "reduction"
         if any(one.device.type == "cuda" for one in model.parameters()):
             self._clock = _DeviceClock()
         disable: Any = torch.compiler.disable  # of what Dynamo would trace with the forward pass
@@ -197,7 +213,7 @@ class Probe:
         buckets = tuple(Bucket(at, *sizes) for at, sizes in zip(ready_s, last.sizes, strict=True))
         backward_s = median(seconds(one.forwarded, one.ready[-1]) for one in alike)
         step = Step(median(compute_s), buckets, backward_s, last.samples or None)
-        return Measured(step, median(now_s) if now_s else None)
+        return Measured(step, median(now_s) if now_s else None, self._attached)
 
     def _lengths(self, first: int, last: int) -> list[float]:
         """Return the seconds of some steps, each up to the beginning of the next."""

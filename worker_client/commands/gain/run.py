@@ -24,6 +24,8 @@ from worker_client import config
 from worker_client.client import bootstrap
 from worker_client.commands.demo.ranks import free_port
 from worker_client.commands.doctor.examine import examine
+from worker_client.commands.doctor.greeting import split
+from worker_client.commands.doctor.host import examine_host
 from worker_client.commands.gain import traces
 from worker_client.commands.gain.answer import Answer
 from worker_client.commands.launch import find_program
@@ -136,6 +138,11 @@ def of_script(script: Sequence[str], asked: AskedGain, *, as_json: bool) -> Answ
     find_program(script[0])
     if len(script) < 2 if script[0] == "-m" else not script[0].endswith(".py"):
         raise ConfigError(f"{script[0]!r} is no script of Python: give train.py, or -m MODULE")
+    reducers = [split(address)[0] for address in config.load().servers]
+    told = bool(config.environment().get("GLOO_SOCKET_IFNAME"))
+    for problem in examine_host(resolved, reducers, told=told):
+        if problem.certain:  # else ranks on other hosts would wait for this one's Gloo
+            raise ConfigError(f"{problem.message}: {problem.advice}")
     from worker_client.commands.gain.probe import Probe  # noqa: PLC0415 (loads torch)
 
     answers: list[Answer | None] = []
@@ -220,7 +227,7 @@ def _answer(measured: Measured, asked: AskedGain, resolved: Resolved) -> Answer 
         step = replace(step, samples=step.samples * nodes * local // ranks)
     job = TrainingJob(step, nodes * local, nodes, network, asked.every, *costs)
     now_s = measured.now_s if nodes * local == ranks else None
-    return replace(_predicted(job, asked, now_s), speeds=speeds)
+    return replace(_predicted(job, asked, now_s), speeds=speeds, attached=measured.attached)
 
 
 def _speeds(step: Step, group: dist.ProcessGroup) -> tuple[float, ...]:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from reducer.errors import ConfigError
 from reducer.planning.step_model import advised, predict, ways
 from worker_client import config
+from worker_client.commands.gain.answer import NOT_ATTACHED
 from worker_client.commands.gain.run import AskedGain, of_script
 
 if TYPE_CHECKING:
     from worker_client.commands.gain.answer import Answer
 
+_BY_HAND = "REDUCTION_BATCH_SHARES and REDUCTION_WIRE_DTYPE, both set, measure nothing"
 STEPS = 5  # of which nothing is exchanged, after those that warm up
 
 
@@ -29,7 +31,7 @@ def main(file: str, *script: str) -> None:
         answer = of_script(script, asked, as_json=True)
     except ConfigError as error:
         if config.launch().rank == 0:
-            Path(file).write_text(json.dumps({"said": [f"nothing is measured: {error}"]}))
+            Path(file).write_text(json.dumps({"said": [f"nothing is measured: {error}", _BY_HAND]}))
         return
     if answer is not None:
         Path(file).write_text(json.dumps(decided(answer)))
@@ -52,7 +54,8 @@ def decided(answer: Answer) -> dict[str, Any]:
         "REDUCTION_BATCH_SHARES": ",".join(f"{speed / whole:.4g}" for speed in speeds),
         "REDUCTION_WIRE_DTYPE": taken.way.wire or "none",
     }
-    return {"sets": sets, "said": list(answer.lines())}
+    said = [*answer.lines(), *([NOT_ATTACHED] if answer.attached is False else [])]
+    return {"sets": sets, "said": said}
 
 
 if __name__ == "__main__":
