@@ -152,7 +152,7 @@ class Job:
 # -- who may say what, and what comes of it [5, 6] ------------------------------------------------
 
 # Before a rank whose connection broke is lost, and for a member to show that it lives.
-UNREACHABLE_S, CONTEST_S = 1.0, 0.5
+UNREACHABLE_S, CONTEST_S = 0.5, 0.5
 MAX_LEAVES = 65536
 PING_S, FORGIVE_S, FAREWELL_S, UNJOINED_S, DRAIN_S = 0.5, 10.0, 1.0, 90.0, 2.0
 FROM_MEMBERS = (M.CONTRIBUTION, M.RETAINED, M.ABORT, M.STRAGGLERS, M.SHARD_MAP, M.GOODBYE)

@@ -58,7 +58,7 @@ PING_INTERVAL_S = 0.5
 CONTEST_SPARE_S = 0.5  # after a job's patience: by then it has shown whether a peer is silent
 # Before a rank whose connection broke is called lost: it may live, and tell the others through
 # another reducer that it cannot reach this one.
-UNREACHABLE_S = 1.0
+UNREACHABLE_S = 0.5
 MAX_REFUSALS = 8  # of one peer in this time: one that tries on and on is dropped
 REFUSALS_S = 10.0
 MAX_DROPPED = 4096  # peers to remember, until their connections are closed
