@@ -212,7 +212,7 @@ def _reachable(own: str, found: Sequence[str], meets: str) -> str:
         ways = map(towards, others or [socket.gethostname()])
         own = next(filter(None, ways), LOOPBACK)
     if _leads_to_loopback(own):
-        if not given and (why := unresolved(meets)):
+        if not given and meets and (why := unresolved(meets)):
             raise ConfigError(
                 f"{socket.gethostname()} finds no way to the other hosts: {meets!r}, where the "
                 f"ranks meet, could not be resolved: {why}. Repair the name server of this "
