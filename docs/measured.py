@@ -409,46 +409,70 @@ def sites() -> list[str]:
 
 def readme() -> list[str]:
     """Return the README's table: what to set for what one has, and what it gained."""
-    names = "pool-4", "pool-8", "mixed", "wire-4", "hivemind-1000", "ddp", "sites", "nodes"
-    figures = dict(zip(names, map(Figure, names), strict=True))
-
-    def gain(name: str, way: str) -> str:
-        return speed(figures[name].row(way=way, size=LARGE).get("gloo"), spread=False)
-
-    ddp_sites, diloco = figures["sites"].row(way="ddp"), figures["sites"].row(way="diloco")
-    flat, by_nodes = figures["nodes"].rows
-    exact, rounded = (
-        figures["hivemind-1000"].row(way=way)["ms"] for way in ("embedded", "embedded-int8")
+    (trained,) = Figure("ddp").rows
+    text = (
+        "Speeds of sums of 64 MiB, times Gloo's, 4 workers at 1 Gbit/s (n=8: 400 Mbit/s). All on "
+        "one machine of 2 cores, whose hosts are network namespaces behind shaped links; no other "
+        "network was measured. A pool gains as it adds network cards. Training a ResNet-50-sized "
+        f"model there, with 4 reducers, gains {speed(trained['gloo'], spread=False)} in "
+        "samples/s. [Performance](docs/performance.md) has more."
     )
-    less = f"{rounded / exact:.2f}"
-    bytes_less, loss = ddp_sites["sent"] / diloco["sent"], diloco["loss"] / ddp_sites["loss"] - 1
-    pools = f"{gain('pool-4', 'pool-4')} times as fast (n=4), {gain('pool-8', 'pool-8')} (n=8)"
-    deployment, slow_links = "[deployment](docs/deployment.md)", "[slow links](docs/slow-links.md)"
-    rows = [
-        ["a spare machine for each worker", "`REDUCTION_SERVERS`", pools, deployment],
+    heads = ["you have", "you set", "measured here", "read"]
+    rows = [*_without_a_pool(), *_with_a_pool()]
+    return [*table(heads, rows), "", *textwrap.wrap(text, 100, break_on_hyphens=False)]
+
+
+def _without_a_pool() -> list[list[str]]:
+    exact, rounded = (
+        Figure("hivemind-1000").row(way=way)["ms"] for way in ("embedded", "embedded-int8")
+    )
+    embedded = f"{_gain('pool-4', 'embedded')} times, {_gain('pool-4', 'embedded', '64 KiB')} at"
+    sites, slow_links = Figure("sites"), "[slow links](docs/slow-links.md)"
+    ddp, diloco = sites.row(way="ddp"), sites.row(way="diloco")
+    bytes_less, loss = ddp["sent"] / diloco["sent"], diloco["loss"] / ddp["loss"] - 1
+    return [
         [
-            "fewer of them",
-            "also `REDUCTION_EMBEDDED=1`",
-            f"{gain('mixed', 'mixed-2')} times, 2 for 4 workers",
-            "[performance](docs/performance.md)",
-        ],
-        [
-            "none",
-            "nothing: embedded",
-            f"{gain('pool-4', 'embedded')} times; the same bits, typed errors",
+            "no spare machine",
+            "nothing: each rank hosts a reducer (*embedded*)",
+            f"{embedded} 64 KiB; the same bits in every run, errors that name ranks",
             "[failures](docs/failures.md)",
         ],
         [
-            "a slow link",
-            "also `REDUCTION_WIRE_DTYPE=int8`",
-            f"{gain('wire-4', 'pool-4-int8')} times, pool of 4; embedded {less} of fp32's time",
+            "none, and a slow link",
+            "`REDUCTION_WIRE_DTYPE=int8`",
+            f"{number(exact / rounded)} times as fast as fp32",
             slow_links,
         ],
         [
-            "sites far apart",
-            "`OuterOptimizer` (DiLoCo)",
-            f"1/{bytes_less:.0f} of the bytes, loss {_percent(loss)}",
+            "a link slower yet",
+            "`OuterOptimizer` (DiLoCo), with or without a pool",
+            f"1/{bytes_less:.0f} of the bytes, loss {_percent(loss)}: 2 sites, 1 reducer",
             slow_links,
+        ],
+        [
+            "two unlike machines",
+            "`worker-client join -- train.py`",
+            "finds the other, splits batches by speed, sets int8 if the link asks for it",
+            "[at home](docs/launchers.md#two-machines-at-home)",
+        ],
+    ]
+
+
+def _with_a_pool() -> list[list[str]]:
+    flat, by_nodes = Figure("nodes").rows
+    pools = f"{_gain('pool-4', 'pool-4')} times (n=4), {_gain('pool-8', 'pool-8')} (n=8)"
+    return [
+        [
+            "a spare machine for each worker",
+            "`REDUCTION_SERVERS`",
+            f"{pools}; with int8 {_gain('wire-4', 'pool-4-int8')} (n=4)",
+            "[deployment](docs/deployment.md)",
+        ],
+        [
+            "fewer of them",
+            "also `REDUCTION_EMBEDDED=1`",
+            f"{_gain('mixed', 'mixed-2')} times, 2 for 4 workers",
+            "[performance](docs/performance.md)",
         ],
         [
             "several ranks on each node",
@@ -457,16 +481,10 @@ def readme() -> list[str]:
             "[frameworks](docs/frameworks.md)",
         ],
     ]
-    (trained,) = figures["ddp"].rows
-    text = (
-        "Sums on one machine of 2 cores, whose hosts are network namespaces behind shaped links; "
-        "no other network was measured. A pool adds network cards of its own. Training a "
-        "ResNet-50-sized model with 4 workers and 4 reducers at 1 Gbit/s gains "
-        f"{speed(trained['gloo'], spread=False)} in samples/s. [Performance](docs/performance.md) "
-        "has more. For yours: `worker-client doctor --gain --workers 4 --gbps 1 -- train.py`."
-    )
-    heads = ["you have", "you set", "measured here", "read"]
-    return [*table(heads, rows), "", *textwrap.wrap(text, 100, break_on_hyphens=False)]
+
+
+def _gain(name: str, way: str, size: str = LARGE) -> str:
+    return speed(Figure(name).row(way=way, size=size).get("gloo"), spread=False)
 
 
 def speeds(name: str) -> list[tuple[str, float, float]]:

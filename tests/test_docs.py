@@ -134,7 +134,7 @@ def test_another_figure_reaches_every_page_that_repeats_it(monkeypatch, tmp_path
     made = {name: PAGES[name]() for name in PAGES}
     assert "| 7.77 (7.11 to 7.99) |" in made["performance.md"]
     assert "Commit fedcba98, " in made["performance.md"]
-    assert "7.77 times as fast (n=4)" in made["../README.md"]
+    assert "7.77 times (n=4)" in made["../README.md"]
     assert ">7.77</text>" in made["gain.svg"]
 
 

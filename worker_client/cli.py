@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -212,6 +215,16 @@ def report(
     typer.echo(terminal.wrapped(f"{output}: open it in a browser", 4))
 
 
+def _tell_torchrun(message: str) -> None:
+    """Have torchrun end with what is wrong: else its own traceback is all that is seen last."""
+    from worker_client.config import environment  # noqa: PLC0415 (loads pydantic)
+
+    if file := environment().get("TORCHELASTIC_ERROR_FILE"):
+        said = {"message": message, "timestamp": int(time.time())}
+        with suppress(OSError):  # it was said already, above
+            Path(file).write_text(json.dumps(said))
+
+
 def main() -> None:
     """Run the command; our own errors become sentences, and exit code 2 if a setting is wrong."""
     try:
@@ -222,4 +235,5 @@ def main() -> None:
         for line in f"worker-client: {error}".splitlines():
             text = terminal.wrapped(line, 4, terminal.columns(sys.stderr))
             typer.secho(text, err=True, fg=typer.colors.RED)
+        _tell_torchrun(f"worker-client: {error}")
         sys.exit(2 if isinstance(error, ConfigError) else 1)

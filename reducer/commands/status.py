@@ -185,7 +185,7 @@ def _get(port: str, path: str) -> tuple[int, bytes]:
         except OSError as error:
             why = f"{port} cannot be reached: {str(error) or type(error).__name__}"
             if isinstance(error, socket.gaierror):
-                why = f"{host} is no known host: check the name"
+                why = f"{host} could not be resolved ({error.strerror}): check name and name server"
             elif isinstance(error, ConnectionRefusedError):
                 why = f"nothing listens at {port}: is the reducer running, and with --http {port}?"
             raise ReducerLostError(why, reducer=port) from None

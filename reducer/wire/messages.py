@@ -44,6 +44,7 @@ MAX_SETTINGS, MAX_SETTING_BYTES = 16, 64  # of a HELLO: how many, and each name 
 MAX_NAMED_RANKS = 128  # of thousands that are missing these tell enough
 MAX_INCARNATION_BYTES = 32
 MOST_WAITED_S = 1e6  # nobody waits as long
+UNLIKE = 2  # times as long: then one of two is slower
 
 _Text = Annotated[str, 0, MAX_SETTING_BYTES]
 
@@ -277,6 +278,32 @@ class Straggler:
             f"the others wait for rank {self.rank} for {self.share:.0%} of the time, "
             f"{_about(self.median_s)} each: {why}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenTwo(Straggler):
+    """Of a job of two ranks that host its reducers: of them nobody can tell whose link is slow."""
+
+    def __str__(self) -> str:
+        """Say what is known."""
+        return Straggler.__str__(self).replace("its link is slow", "the link between them is slow")
+
+
+def between_two(told: Straggler, others: Iterable[Straggler | None]) -> Straggler:
+    """Return what one reducer tells of two ranks that host them.
+
+    Each rank's reducer has its own rank's contributions at once, and the other's over the link
+    between them, so it takes the other for slow. It is if the others wait for that one `UNLIKE`
+    times as much as it waits for them.
+
+    Args:
+        told: of one rank.
+        others: what all reducers tell.
+    """
+    back = [one.share for one in others if one and one.rank != told.rank]
+    if told.cause == "late" or (back and told.share >= UNLIKE * max(back)):
+        return told
+    return BetweenTwo(told.rank, told.cause, told.share, told.median_s)
 
 
 def _about(seconds: float) -> str:

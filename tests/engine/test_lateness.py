@@ -4,6 +4,7 @@ import json
 import logging
 import random
 import statistics
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -362,6 +363,34 @@ def test_a_worker_knows_whom_its_reducers_name(session):
     assert session.session.straggler == seldom
     session.session.disconnected(0, "was cut")
     assert session.session.straggler is None
+
+
+@pytest.mark.parametrize(
+    ("shares", "named"),
+    [
+        ((0.5, 0.45), None),
+        ((0.5, None), None),  # nobody knows yet, or ever, how long that one waits for the other
+        ((0.5, 0.2), 1),
+        ((0.2, 0.5), 0),
+    ],
+)
+@pytest.mark.parametrize("hosts", [{0: 0, 1: 1}, {1: 1}, {}])
+def test_of_two_ranks_that_host_reducers_neither_is_called_slow_whose_links_are_alike(
+    session, shares, named, hosts
+):
+    """Each of the two reducers waits for the other's rank; a pool's knows better."""
+    core = session.session
+    core.spec = replace(core.spec, hosts=hosts)
+    for at, share in enumerate(shares):
+        if share is not None:
+            session.receive(at, *ping(Straggler(1 - at, "slow", share, 0.04)))
+    between = named is None and len(hosts) == 2
+    why = "the link between them is slow" if between else "its link is slow"
+    assert str(core.straggler).endswith(f": {why}")
+    assert core.straggler.rank == (1 if named is None else named)
+    session.receive(0, *ping(Straggler(1, "late", 0.9, 0.04)))
+    session.receive(1, *ping(None))
+    assert str(core.straggler).endswith(": it comes late")
 
 
 def test_a_worker_adds_up_how_long_ranks_were_waited_for(session):

@@ -138,6 +138,20 @@ def test_loopback_is_refused_between_hosts_at_every_rank(interfaces):
 
 
 @pytest.mark.usefixtures("several_hosts")
+def test_a_name_server_that_does_not_answer_is_named(monkeypatch):
+    """Else it seems as if the way to where the ranks meet were loopback."""
+
+    def resolve(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(Rendezvous, "host", "node-0.pool")
+    for error in outcomes(["", ""]):
+        assert "'node-0.pool', where the ranks meet, could not be resolved: Temporary" in str(error)
+        assert "cannot reach" not in str(error)
+
+
+@pytest.mark.usefixtures("several_hosts")
 def test_a_bind_address_that_other_hosts_cannot_reach_is_refused(monkeypatch):
     monkeypatch.setenv("REDUCTION_BIND", "tcp://127.0.0.1:0")
     for error in outcomes(["", ""], outside()):

@@ -189,6 +189,28 @@ def test_names_that_a_cluster_does_not_know_yet_are_asked_for_again(monkeypatch,
     assert known.finished.is_set()
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_name_server_that_does_not_answer_is_named(monkeypatch, answers):
+    look_up, asked = socket.getaddrinfo, threading.Event()
+
+    def resolve(name, *arguments, **others):
+        if name == "reducer-0.pool" and not others.get("flags"):
+            asked.wait(0 if answers else 20)
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        return look_up(name, *arguments, **others)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    start, why = time.monotonic(), "Temporary failure" if answers else "the name server does not"
+    try:
+        with pytest.raises(ReducerLostError, match=f"could not be resolved: {why}") as error:
+            connect(rank=0, world_size=1, servers="reducer-0.pool:5555", connect_timeout="1.5s")
+    finally:
+        asked.set()
+    assert "getent hosts reducer-0.pool" in str(error.value)
+    assert "reducer serve" not in str(error.value)
+    within_s(8, start)
+
+
 def test_why_a_reducer_cannot_be_used():
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -12,6 +12,8 @@ from tests.ranks import environments, ranks
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure  # noqa: E402 (as below)
+
 from worker_client.commands.gain import links  # noqa: E402 (it needs torch)
 
 COMPUTE_S = 0.15
@@ -44,7 +46,9 @@ def check_measured(facts):
 
 
 def test_two_ranks_measure_their_steps_and_links():
-    first, second = gain(environments(2), *TRAINING)
+    with ranks(environments(2), "-c", COMMAND, "doctor", *COMMON, *TRAINING) as job:
+        first, second = job.outputs()
+        assert "reduction: rank" not in job[0].err  # of the job by which costs are measured
     assert not second
     facts = json.loads(first)
     check_measured(facts)
@@ -278,11 +282,14 @@ while True:
     assert sum(one["nbytes"] for one in facts["measured"]["buckets"]) == 4 * (100_000 + 100)
 
 
-def test_a_host_that_others_cannot_reach_is_named_before_they_wait_for_it():
+def test_a_host_that_others_cannot_reach_is_named_before_they_wait_for_it(tmp_path):
     """Where its own name is a loopback address, as on Debian: here one that nobody has."""
+    file = tmp_path / "error.json"  # of which torchrun prints at its end what is in it
     several = bare_environment(
         RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="nosuch.invalid"
     )
+    several["TORCHELASTIC_ERROR_FILE"] = str(file)
     done = run_here("worker-client doctor --gain -- -m bench.gain_train mlp 0.1", several)
     assert done.returncode == 2
     assert "'nosuch.invalid', does not resolve" in " ".join(done.stderr.split())
+    assert "'nosuch.invalid', does not resolve" in ProcessFailure(0, 1, 2, str(file)).message

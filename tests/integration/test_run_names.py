@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,6 +88,24 @@ def test_a_store_that_cannot_be_reached_is_said(no_settings, monkeypatch):
     tell(monkeypatch, {**PLACE, **TWO, **HELD, "MASTER_PORT": str(port)})
     with pytest.raises(MembershipError, match=r"cannot be reached: .*refused.* set REDUCTION_JOB"):
         connect(servers=("127.0.0.1:1",))
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_store_whose_name_cannot_be_resolved_is_said(no_settings, monkeypatch, answers):
+    asked = threading.Event()
+
+    def resolve(*_, **__):
+        asked.wait(0 if answers else 20)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    tell(monkeypatch, {**PLACE, **TWO, **HELD, "MASTER_ADDR": "node-0.pool"})
+    why = "Temporary failure" if answers else "the name server does not answer"
+    try:
+        with pytest.raises(MembershipError, match=f"its name could not be resolved: {why}"):
+            connect(servers=("127.0.0.1:1",), connect_timeout="0.3s")
+    finally:
+        asked.set()
 
 
 def test_a_listener_that_is_no_store_holds_nobody_up(no_settings, monkeypatch):

@@ -20,7 +20,7 @@ from tests.conftest import reducer_here
 from tests.launch.conftest import bare_environment
 from tests.launch.environments import spec
 from worker_client.client.interfaces import addresses
-from worker_client.commands.doctor import examine
+from worker_client.commands.doctor import examine, host
 from worker_client.commands.doctor.findings import Health, Kind, compare
 from worker_client.commands.doctor.host import examine_host
 from worker_client.launch import resolve
@@ -165,6 +165,26 @@ def test_a_host_whose_name_is_an_address_is_well_or_told_the_interface_to_the_jo
         assert f"GLOO_SOCKET_IFNAME={interface} " in found.advice
         monkeypatch.setattr(socket, "gethostname", lambda its=its: its)
         assert not list(examine_host(resolve(NODES), [], told=False))
+
+
+@pytest.mark.parametrize(
+    ("cards", "offered"),
+    [
+        ({"eth0": ["10.0.0.1"]}, "GLOO_SOCKET_IFNAME=eth0 "),
+        (
+            {"eth0": ["10.0.0.1"], "wlan0": ["10.1.0.1"]},
+            "INTERFACE (one of eth0 (10.0.0.1), wlan0",
+        ),
+        ({}, "(one of none)"),
+    ],
+)
+def test_no_interface_is_offered_that_other_hosts_cannot_reach(cards, offered, monkeypatch):
+    """Where no route leads anywhere, as at rank 0's host in a network without a way out."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
+    monkeypatch.setattr(host, "addresses", lambda: {"lo": ["127.0.0.1", "::1"], **cards})
+    monkeypatch.setattr(host, "towards", lambda _: None)
+    (found,) = examine_host(resolve(NODES), [], told=False)
+    assert offered in found.advice
 
 
 def test_a_host_whose_name_is_an_ipv6_address_may_have_no_ipv6(monkeypatch, without_ipv6):

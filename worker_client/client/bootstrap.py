@@ -53,14 +53,17 @@ log = logging.getLogger(__name__)
 _divisions = [0]  # calls of `connect_subgroup` so far; the same number at every rank
 
 
-def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -> Client:
+def connect(
+    *, group: Rendezvous | None = None, quietly: bool = False, **given: Unpack[InitSettings]
+) -> Client:
     """Join a job and return a client of its own; `worker_client.init` describes the arguments.
 
-    `group` is who takes part and how they meet, instead of torch's default process group.
+    `group` is who takes part and how they meet, instead of torch's default process group. A job
+    that a command makes `quietly` has no lines in the output when it begins and ends.
     """
     config.refuse_unknown_arguments("connect", given)
     # Which of its ranks take part, if not all, need not be said for each of many groups.
-    part = group is not None and bool(group.name)
+    quietly = quietly or (group is not None and bool(group.name))
     rank, world_size = given.pop("rank", None), given.pop("world_size", None)
     settings = config.load(**given)
     if settings.join:
@@ -80,7 +83,7 @@ def connect(*, group: Rendezvous | None = None, **given: Unpack[InitSettings]) -
         between = group.subgroup(across[place.local_rank], all_of=across)
         node = _node(settings, group, place, nodes)
         client = enlist(settings, between, (between.rank, between.world_size), node=node)
-    if not part:
+    if not quietly:
         if settings.on_rank_lost == "continue" and config.torchrun_ends_the_others():
             log.warning(
                 "REDUCTION_ON_RANK_LOST=continue cannot work like this: when a rank is lost, "

@@ -16,7 +16,14 @@ from reducer.errors import ConfigError
 from reducer.units import address, host_port, is_loopback
 from reducer.zmtp._keys import make_pair
 from worker_client import config
-from worker_client.client.interfaces import addresses, choose, described, towards
+from worker_client.client.interfaces import (
+    addresses,
+    choose,
+    described,
+    outward,
+    towards,
+    unresolved,
+)
 from worker_client.communicators.placement import host_identity
 from worker_client.runtime.credentials import Curve
 from worker_client.runtime.service_thread import close_in_child
@@ -168,7 +175,8 @@ def _settings(group: Rendezvous, interface: str) -> ReducerConfig:
     found = group.gather_made("way", first)
     own = found[group.rank]
     if several_hosts:
-        own = group.gather_made("address", lambda: _reachable(own, found))[group.rank]
+        meets = group.host or config.launch().master_addr or ""
+        own = group.gather_made("address", lambda: _reachable(own, found, meets))[group.rank]
     bind = f"tcp://{host_port(own, _given_bind(loaded[0])[1])}"
     return loaded[0].model_copy(update={"bind": bind})
 
@@ -190,24 +198,33 @@ def _on_the_way(group: Rendezvous) -> str:
     return ""
 
 
-def _reachable(own: str, found: Sequence[str]) -> str:
+def _reachable(own: str, found: Sequence[str], meets: str) -> str:
     """Return this rank's address: `own`, or the one on the way to those that others have found.
 
-    The name of the host where the ranks meet often stands for a loopback address there.
+    The name of the host where the ranks meet, `meets`, often stands for a loopback address there.
 
     Raises:
         ConfigError: that is loopback, or there is none.
     """
+    given = own
     if not own:
         others = [host for host in found if host and not _leads_to_loopback(host)]
         ways = map(towards, others or [socket.gethostname()])
         own = next(filter(None, ways), LOOPBACK)
     if _leads_to_loopback(own):
+        if not given and meets and (why := unresolved(meets)):
+            raise ConfigError(
+                f"{socket.gethostname()} finds no way to the other hosts: {meets!r}, where the "
+                f"ranks meet, could not be resolved: {why}. Repair the name server of this "
+                "machine, give MASTER_ADDR or --master-addr an address, or set "
+                "REDUCTION_INTERFACE here to the network interface that leads to them (there are "
+                f"{described(outward(addresses()))})"
+            )
         raise ConfigError(
             f"{socket.gethostname()} has ranks of a job of several hosts, and other hosts cannot "
             f"reach {own}: set REDUCTION_INTERFACE there to the network interface that leads to "
             f"them, or at every rank to their network, such as 10.0.0.0/8 (there are "
-            f"{described(addresses())})"
+            f"{described(outward(addresses()))})"
         )
     return own
 

@@ -51,6 +51,21 @@ def addresses() -> dict[str, list[str]]:
     return found
 
 
+def outward(found: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    """Return the interfaces of `addresses` that other hosts may reach."""
+    loopback = {name for name, its in found.items() if ipaddress.ip_address(its[0]).is_loopback}
+    return {name: its for name, its in found.items() if name not in loopback}
+
+
+def unresolved(host: str) -> str:
+    """Say why a host's name has no address; "" if it has, or is none."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
 def towards(host: str) -> str | None:
     """Return this machine's address on the way to a host; None if its name or the way is missing.
 
@@ -115,4 +130,4 @@ def choose(wanted: str, found: Mapping[str, list[str]]) -> str:
 
 def described(found: Mapping[str, list[str]]) -> str:
     """Say which interfaces there are; `found` is as `addresses` returns them."""
-    return ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found))
+    return ", ".join(f"{name} ({' '.join(found[name])})" for name in sorted(found)) or "none"

@@ -207,15 +207,19 @@ def nonce_of_torchrun(host: str, port: int, timeout_s: float) -> str:
     except ImportError:
         return ""
     drawn: list[str] = []
-    why = "no answer"
+    why = "its name could not be resolved: the name server does not answer"
 
     def draw() -> None:
         nonlocal why
         try:
+            socket.getaddrinfo(host.strip("[]"), port)
+            why = "no answer"
             # torch would say much of a refused connection, and try again for minutes.
             socket.create_connection((host, port), timeout_s).close()
             store = TCPStore(host, port, is_master=False, wait_for_workers=False)
             drawn.append(store.compare_set("reduction/run", "", secrets.token_hex(8)).decode())
+        except socket.gaierror as error:
+            why = f"its name could not be resolved: {error.strerror}"
         except (OSError, RuntimeError) as error:
             why = str(error).partition("\n")[0]
 

@@ -422,13 +422,31 @@ class FlatCommunicator(Communicator):
                 raise link.refusal
             # Once all have answered, one that is lost in this moment is failover's business.
             if not link.member and self.in_use[link.reducer] and not settled.is_set():
-                why = _diagnose(link.address) if not link.up else "does not answer a HELLO"
+                why = self._diagnose(link)
                 raise ReducerLostError(
-                    f"reducer {link.address} {why} (waited {waited_s:.3g} s): check the address in "
-                    "REDUCTION_SERVERS, and that `reducer serve` runs there, or set "
+                    f"reducer {link.address} {why[0]} (waited {waited_s:.3g} s): {why[1]}, or set "
                     "REDUCTION_WAIT_FOR_REDUCERS",
                     reducer=link.address,
                 )
+
+    def _diagnose(self, link: Link) -> tuple[str, str]:
+        """Say why a reducer is not reached, trying once with a plain socket, and what to do."""
+        why = "does not answer a HELLO"
+        unresolved = self._driver.unresolved(link.index)
+        if not (link.up or unresolved):
+            error = _attempt(link.address)
+            why = "accepts connections but does not speak this protocol"
+            if error is not None:
+                why = f"cannot be reached: {error.strerror or error}"
+                unresolved = (error.strerror or "") if isinstance(error, socket.gaierror) else ""
+        if unresolved:
+            host = link.address.rpartition(":")[0]
+            advice = (
+                f"repair the name server of this machine (`getent hosts {host}` asks it), or write "
+                "the reducer's name as it knows it, or its address, in REDUCTION_SERVERS"
+            )
+            return f"cannot be reached: its name could not be resolved: {unresolved}", advice
+        return why, "check the address in REDUCTION_SERVERS, and that `reducer serve` runs there"
 
     def _await_hosts(self, since: float, timeout_s: float) -> None:
         """Wait for reducers that ranks host, busy ones too: no rank can go on without them."""
@@ -468,13 +486,6 @@ class FlatCommunicator(Communicator):
     def in_use(self) -> list[bool]:
         shard_map = self.session.failover.map
         return [shard_map.uses(at) for at in range(len(self.session.spec.reducers))]
-
-
-def _diagnose(address: str) -> str:
-    """Say why a reducer cannot be reached, by trying once with a plain socket."""
-    if (error := _attempt(address)) is not None:
-        return f"cannot be reached: {error.strerror or error}"
-    return "accepts connections but does not speak this protocol"
 
 
 def _attempt(address: str) -> OSError | None:

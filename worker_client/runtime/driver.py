@@ -86,6 +86,10 @@ class Driver:
         """Show an all-reduce on the timeline that is about to be submitted."""
         self._trace.follow(operation, self.session.spec)
 
+    def unresolved(self, link: int) -> str:
+        """As of `Transport`."""
+        return self._transport.unresolved(link)
+
     def fail(self, error: ReductionError) -> None:
         """End badly what is in progress, and tell the reducers."""
         self.core.failing = error

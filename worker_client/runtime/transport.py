@@ -58,6 +58,7 @@ LOOK_S = 0.2  # how often to look when reducers were heard last
 # A quarter of failover.ADOPT_S at most: a rank that waits for any reducer tries each several times.
 RECONNECT_MS, RECONNECT_MAX_MS = 50, 500
 CONNECT_S, HANDSHAKE_S = 2.0, 5.0  # for TCP's handshake, and for that and ZMTP's
+LOOKUP_S = 1.0  # in which a name server that is well answers
 LINGER_MS = 500  # for the farewell
 SLAMMED = 3  # handshakes in a row that were ended without a word: not by chance
 
@@ -83,6 +84,7 @@ class _Route:
         place: where it leads.
         places: addresses of that name that are yet to be tried.
         asked: the name is being resolved.
+        unresolved: why that has failed; "" if it has not.
         since: when the attempt began.
         retry_at: when to begin another one; never while there is a connection.
         delay_s: how long to wait after the next attempt that fails.
@@ -103,6 +105,7 @@ class _Route:
     place: tuple[int, Any] | None = None
     places: list[tuple[int, Any]] | None = None
     asked: bool = False
+    unresolved: str = ""
     since: float = 0.0
     retry_at: float = 0.0
     delay_s: float = RECONNECT_MS / 1000
@@ -282,6 +285,12 @@ class Transport:
         """Return the shortest round trip of a link's connection, seconds; 0 if nobody knows."""
         route = self._routes[self._lines[link][0]]
         return 0.0 if route.socket is None else tcp_connections.round_trip_s(route.socket)
+
+    def unresolved(self, link: int) -> str:
+        """Say why a reducer's name has no address yet; "" if it has. Any thread may ask."""
+        route = self._routes[self._lines[link][0]]
+        late = route.asked and time.monotonic() - route.since > LOOKUP_S
+        return route.unresolved or ("the name server does not answer" if late else "")
 
     def close(self) -> None:
         """Give the last messages a moment to leave, then free everything."""
@@ -500,13 +509,14 @@ class Transport:
         try:
             return _lookup(route.address, socket.AI_NUMERICHOST)
         except OSError:
-            route.asked = True
+            route.asked, route.since = True, time.monotonic()
 
         def ask() -> None:
             try:
-                places = _lookup(route.address)
+                places, route.unresolved = _lookup(route.address), ""
             except OSError as error:
                 log.debug("%s has no address: %s", route.address, error)
+                route.unresolved = error.strerror or str(error)
                 places = []  # the name is gone, or nobody answers: later again
                 route.retry_at = time.monotonic() + RECONNECT_MAX_MS / 1000
             self._resolved.append((route, places))

@@ -7,7 +7,7 @@ import socket
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
-from worker_client.client.interfaces import addresses, described, towards
+from worker_client.client.interfaces import addresses, described, outward, towards
 from worker_client.commands.doctor.findings import Kind, Problem
 
 if TYPE_CHECKING:
@@ -76,10 +76,12 @@ def _bound(host: str) -> str | None:
 
 def _interface(hosts: Iterable[str | None]) -> str:
     """Return the interface that leads to the first of these hosts which is another one."""
-    there = addresses()
+    there = outward(addresses())
     for host in hosts:
         own = host and towards(host)
         for name, its in there.items():
-            if own in its and not ip_address(own).is_loopback:
+            if own in its:
                 return name
+    if len(there) == 1:
+        return next(iter(there))
     return f"INTERFACE (one of {described(there)})"

@@ -152,8 +152,9 @@ def _connected(host: str, port: int) -> socket.socket:
     place = host_port(host, port)
     try:
         return socket.create_connection((host.strip("[]"), port), ANSWER_S)
-    except socket.gaierror:
-        raise ConfigError(f"there is no host {host!r}: write its address, as 192.168.1.5") from None
+    except socket.gaierror as error:
+        why = f"the name {host!r} could not be resolved: {error.strerror}: write its address, as"
+        raise ConfigError(f"{why} 192.168.1.5") from None
     except ConnectionRefusedError:
         raise MembershipError(
             f"nothing listens at {place}: start worker-client join -- train.py there first"

@@ -20,7 +20,7 @@ from reducer.commands import terminal
 from reducer.errors import ConfigError, ReductionError
 from reducer.units import address, host_port
 from worker_client import config
-from worker_client.client.interfaces import addresses, towards
+from worker_client.client.interfaces import addresses, outward, towards
 from worker_client.commands.demo.ranks import free_port
 from worker_client.commands.join import meet
 from worker_client.commands.launch import become, devices, find_program
@@ -170,7 +170,7 @@ def _invite(script: Sequence[str], secret: str, machines: int, port: int | None)
     """Wait at the first machine for the others, and say what to type there."""
     secret = secret or "".join(secrets.choice(_LETTERS) for _ in range(_SECRET_LETTERS))
     own = towards(_ELSEWHERE) or next(
-        (its[0] for name, its in addresses().items() if name != "lo"), "127.0.0.1"
+        (its[0] for its in outward(addresses()).values()), "127.0.0.1"
     )
     options = ["--machines", str(machines)] if machines > 2 else []
     place = host_port(own, port) if port else own
