@@ -182,7 +182,7 @@ def test_a_reducer_of_a_file_and_a_log_of_objects(request, tmp_path):
     script = [
         f"{with_file} &".replace("/etc/reducer", str(tmp_path)),
         f"REDUCTION_BIND=tcp://{other} {as_objects} &".replace("/var/log", str(tmp_path)),
-        f"until test -e {tmp_path}/enough; do sleep 0.02; done; kill $(jobs -p)",
+        f"until test -e {tmp_path}/enough; do sleep 0.02; done; kill $(jobs -p); wait",
     ]
     with shell("\n".join(script)) as running:
         for each in (address, http, other):
