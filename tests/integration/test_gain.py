@@ -230,7 +230,7 @@ def test_what_cannot_be_run_is_refused(line, says):
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        ("pass", "it has wrapped no model in DistributedDataParallel"),
+        ("pass", "has ended, and it has wrapped no model in DistributedDataParallel: have it"),
         (
             """
 import torch, torch.distributed as dist
@@ -250,7 +250,7 @@ optimizer = torch.optim.SGD([torch.zeros(1)])
 while True:  # it would train for ever
     optimizer.step()
 """,
-            "it has wrapped no model in DistributedDataParallel",
+            "made 6 optimizer steps without a model in DistributedDataParallel, and was stopped",
         ),
     ],
 )

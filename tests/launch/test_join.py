@@ -21,7 +21,7 @@ from reducer.planning.step_model import Bucket, Step, TrainingJob
 from tests.commands import free_ports, run_here
 from tests.launch.conftest import ROOT, bare_environment
 from tests.pages import FINGERPRINT, blocks
-from worker_client import batch_part
+from worker_client import batch_part, config
 from worker_client.commands.gain.answer import Answer
 from worker_client.commands.join import measure, meet
 from worker_client.commands.join.run import PORT, decision, read
@@ -102,7 +102,7 @@ def answer(speeds, rate, nbytes=10_000_000, compute_s=0.4):
     ],
 )
 def test_shares_follow_speeds_and_the_wire_follows_the_link(speeds, rate, shares, wire):
-    sets = measure.decided(answer(speeds, rate))["sets"]
+    sets = measure.decided(answer(speeds, rate), divides=True)["sets"]
     assert sets["REDUCTION_WIRE_DTYPE"] == wire
     assert [float(one) for one in sets["REDUCTION_BATCH_SHARES"].split(",")] == shares
 
@@ -125,8 +125,29 @@ def test_a_script_that_cannot_be_measured_trains_by_equal_shares(tmp_path, monke
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_script_that_sends_nothing_through_reducers_is_told(attached):
-    said = measure.decided(replace(answer((1.0, 1.0), 20e6), attached=attached))["said"]
+    measured = replace(answer((1.0, 1.0), 20e6), attached=attached)
+    said = measure.decided(measured, divides=True)["said"]
     assert any("worker_client.attach(model)" in line for line in said) is not attached
+
+
+@pytest.mark.parametrize(
+    ("speeds", "samples", "told"),
+    [((300.0, 100.0), None, True), ((300.0, 100.0), 8, False), ((100.0, 97.0), None, False)],
+)
+@pytest.mark.usefixtures("no_settings")
+def test_a_script_that_takes_no_notice_of_its_share_is_told(
+    tmp_path, monkeypatch, speeds, samples, told
+):
+    def train(*_, **__):
+        if samples:
+            batch_part(samples)
+        return answer(speeds, 1e9)
+
+    monkeypatch.setattr(measure, "of_script", train)
+    monkeypatch.setattr(config, "batch_part", config.batch_part)  # which is put back
+    measure.main(str(tmp_path / "found"), "train.py")
+    said = json.loads((tmp_path / "found").read_text())["said"]
+    assert any("does not call worker_client.batch_part()" in line for line in said) is told
 
 
 @pytest.mark.parametrize("shares", ["", "0.75,0.25", "0.01,0.99", "3,2,1,0.001"])
@@ -223,7 +244,10 @@ def test_numbers_of_machines_that_differ_are_said():
 
 
 def test_where_nobody_listens():
-    with pytest.raises(MembershipError, match=r"nothing listens at .*: start worker-client join"):
+    said = (
+        r"nothing listens at .*: start worker-client join .*: start anew with --machines 3 on each"
+    )
+    with pytest.raises(MembershipError, match=said):
         find(*free_ports(1))
     with pytest.raises(ConfigError, match=r"'nosuch.invalid' could not be resolved"):
         meet.find(("nosuch.invalid", 1), SECRET, machines=2, ranks=1)
@@ -281,7 +305,8 @@ def test_unlike_machines_train_as_one_with_the_whole_batch(tmp_path, way):
     from tests.launch import join_training as its  # noqa: PLC0415 (loads torch)
 
     exact = {"REDUCTION_WIRE_DTYPE": "none"}  # of the first machine, which tells the other
-    first, other = train(tmp_path, (0.002, 0.006), way, settings=(exact, {}))
+    own = {"REDUCTION_WIRE_DTYPE": "bf16", "REDUCTION_BATCH_SHARES": "1,9"}  # is left out
+    first, other = train(tmp_path, (0.002, 0.006), way, settings=(exact, own))
     assert [one[0]["RANK"] for one in (first, other)] == ["0", "1"]
     assert [one[0]["REDUCTION_WIRE_DTYPE"] for one in (first, other)] == ["none"] * 2
     assert first[1] == other[1]
@@ -338,4 +363,28 @@ def test_a_script_that_fails_ends_all_machines(tmp_path):
     with joined([str(script)], [str(script)]) as (one, two, _):
         said = [process.communicate(timeout=LIMIT_S)[0] for process in (one, two)]
         assert (one.returncode, two.returncode) == (1, 1), said
-    assert all("failed in its first steps" in text.replace("\n    ", " ") for text in said)
+    how = "failed in its first steps: it ended with exit code 3"
+    assert all(how in text.replace("\n    ", " ") for text in said)
+
+
+@pytest.mark.extended("test_shares_follow_speeds_and_the_wire_follows_the_link")
+@pytest.mark.timeout(400)
+def test_all_machines_hear_why_nothing_is_measured_and_take_the_settings_of_the_first(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, torch\n"
+        "optimizer = torch.optim.SGD([torch.zeros(1)])\n"
+        "for _ in range(12):\n"
+        "    optimizer.step()\n"
+        "print('ended with', os.environ.get('REDUCTION_WIRE_DTYPE'))\n"
+    )
+    own = {"REDUCTION_WIRE_DTYPE": "bf16"}
+    outputs = outputs_of([str(script)], [str(script)], settings=({}, own))
+    first, other = [" ".join(text.split()) for text in outputs]
+    why = "late.py made 8 optimizer steps without a model in DistributedDataParallel"
+    for text in (first, other):
+        assert why in text
+        assert "--steps" not in text
+        assert "ended with None" in text
+    left_out = "REDUCTION_WIRE_DTYPE=bf16, as it is set here, is left out"
+    assert (left_out in first, left_out in other) == (False, True)

@@ -108,10 +108,21 @@ class Probe:
 
     @property
     def seen(self) -> str:
-        """What has come of the script so far, as a part of a sentence."""
+        """What has come of the script that is over, as a sentence without its subject."""
+        if self.stopped:
+            return (
+                f"made {self._all} optimizer steps without a model in DistributedDataParallel, and "
+                "was stopped"
+            )
         if self._model is None:
-            return "it has wrapped no model in DistributedDataParallel"
-        return f"it has made {max(0, len(self._steps) - 1)} whole steps of the {self._all} needed"
+            return "has ended, and it has wrapped no model in DistributedDataParallel"
+        made = max(0, len(self._steps) - 1)
+        return f"has ended, and it has made {made} whole steps of the {self._all} needed"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the script was ended because it trains without DDP."""
+        return self._model is None and self._stepped > self._all
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -141,7 +152,7 @@ class Probe:
     def _step(self, *_: object) -> None:
         """Count an optimizer's step."""
         self._stepped += 1
-        if self._model is None and self._stepped > self._all:
+        if self.stopped:
             raise Enough  # else a script without DDP would train to its end
 
     def _watch(self, model: DistributedDataParallel) -> None:

@@ -53,6 +53,7 @@ class AskedGain:
         every: of DiLoCo's steps.
         steps: how many of each kind are measured.
         now: whether steps as the script makes them are measured as well.
+        fewer: how whoever asks may have fewer steps measured, for a script that makes too few.
     """
 
     workers: int | None
@@ -62,6 +63,7 @@ class AskedGain:
     every: int
     steps: int
     now: bool = True
+    fewer: str = ", or give a smaller --steps"
 
 
 class Costs(NamedTuple):
@@ -159,10 +161,14 @@ def of_script(script: Sequence[str], asked: AskedGain, *, as_json: bool) -> Answ
             stack.enter_context(redirect_stdout(sys.stderr))
         _run(script)
     if not answers:
-        raise ConfigError(
-            f"{' '.join(script)} has ended, and {probe.seen}: have it train for longer, or give a "
-            "smaller --steps. A script that starts ranks itself is to be started as one rank"
-        )
+        if probe.stopped:
+            advice = "wrap the model before the first step"
+        else:
+            advice = (
+                f"have it train for longer{asked.fewer}. A script that starts ranks itself is to "
+                "be started as one rank"
+            )
+        raise ConfigError(f"{' '.join(script)} {probe.seen}: {advice}")
     return answers[0]
 
 

@@ -20,13 +20,29 @@ from worker_client.commands.gain.run import AskedGain, of_script
 if TYPE_CHECKING:
     from worker_client.commands.gain.answer import Answer
 
-_BY_HAND = "REDUCTION_BATCH_SHARES and REDUCTION_WIRE_DTYPE, both set, measure nothing"
+_BY_HAND = (
+    "for a slow link export REDUCTION_WIRE_DTYPE=int8 yourself on the first machine, and for "
+    "unlike machines REDUCTION_BATCH_SHARES"
+)
+_NOT_DIVIDED = (
+    "The script does not call worker_client.batch_part(): it takes no notice of "
+    "REDUCTION_BATCH_SHARES, and faster ranks wait."
+)
+ALIKE = 0.9  # of the fastest rank's speed: where all are as fast, shares change little
 STEPS = 5  # of which nothing is exchanged, after those that warm up
 
 
 def main(file: str, *script: str) -> None:
     """Write what rank 0 has decided, or why it cannot, as JSON."""
-    asked = AskedGain(None, None, 0.0, (), every=50, steps=STEPS, now=False)
+    asked = AskedGain(None, None, 0.0, (), every=50, steps=STEPS, now=False, fewer="")
+    divided: list[int] = []  # batches
+    batch_part = config.batch_part
+
+    def watched(samples: int) -> range:
+        divided.append(samples)
+        return batch_part(samples)
+
+    config.batch_part = watched
     try:
         answer = of_script(script, asked, as_json=True)
     except ConfigError as error:
@@ -34,14 +50,18 @@ def main(file: str, *script: str) -> None:
             Path(file).write_text(json.dumps({"said": [f"nothing is measured: {error}", _BY_HAND]}))
         return
     if answer is not None:
-        Path(file).write_text(json.dumps(decided(answer)))
+        Path(file).write_text(json.dumps(decided(answer, divides=bool(divided))))
 
 
-def decided(answer: Answer) -> dict[str, Any]:
+def decided(answer: Answer, *, divides: bool) -> dict[str, Any]:
     """Return variables: shares of the batch by speeds, and what gradients travel as.
 
     The wire's type is the one that `doctor --gain` would advise where ranks host reducers and each
     takes its share, so that no rank waits for a slower one.
+
+    Args:
+        answer: what was measured.
+        divides: whether the script takes its part of a batch by its share.
     """
     speeds, job = answer.speeds, answer.job
     whole = sum(speeds)
@@ -55,6 +75,8 @@ def decided(answer: Answer) -> dict[str, Any]:
         "REDUCTION_WIRE_DTYPE": taken.way.wire or "none",
     }
     said = [*answer.lines(), *([NOT_ATTACHED] if answer.attached is False else [])]
+    if not divides and min(speeds) < ALIKE * max(speeds):
+        said.append(_NOT_DIVIDED)
     return {"sets": sets, "said": said}
 
 

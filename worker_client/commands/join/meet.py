@@ -123,7 +123,7 @@ def find(place: tuple[str, int], secret: str, *, machines: int, ranks: int) -> t
         ConfigError: there is no such host, or both differ in version or number of machines.
         MembershipError: nothing listens there, or something else.
     """
-    first = Machine(_connected(*place))
+    first = Machine(_connected(*place, machines))
     try:
         return first, _introduce(first, host_port(*place), secret, machines, ranks)
     except BaseException:
@@ -148,7 +148,7 @@ def _introduce(first: Machine, place: str, secret: str, machines: int, ranks: in
     return int(answer["number"])
 
 
-def _connected(host: str, port: int) -> socket.socket:
+def _connected(host: str, port: int, machines: int) -> socket.socket:
     place = host_port(host, port)
     try:
         return socket.create_connection((host.strip("[]"), port), ANSWER_S)
@@ -157,7 +157,8 @@ def _connected(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{why} 192.168.1.5") from None
     except ConnectionRefusedError:
         raise MembershipError(
-            f"nothing listens at {place}: start worker-client join -- train.py there first"
+            f"nothing listens at {place}: start worker-client join -- train.py there first; or all "
+            f"its machines have joined already: start anew with --machines {machines + 1} on each"
         ) from None
     except OSError as error:
         why = f"{place} does not answer, it is off or a firewall drops what comes: {error}"

@@ -69,26 +69,39 @@ def join(
     cards = [name for name, its in addresses().items() if meeting.own in its]
     gloo = {"GLOO_SOCKET_IFNAME": cards[0]} if cards else {}
     environment = {**gloo, "REDUCTION_EMBEDDED": "1", **config.environment()}
-    by_hand = {name: environment[name] for name in _MEASURED if name in environment}
+    own = {name: environment.pop(name) for name in _MEASURED if name in environment}
 
     def begin() -> dict[str, Any]:
         each = [ranks, *(one.ranks for one in meeting.others)]
-        return {"ranks": each, "port": free_port(), "measures": len(by_hand) < len(_MEASURED)}
+        return {"ranks": each, "port": free_port(), "sets": own}
 
     def plan() -> dict[str, Any]:
-        return {"port": free_port(), "sets": {**found.get("sets", {}), **by_hand}}
+        sets = {**found.get("sets", {}), **own}
+        return {"port": free_port(), "sets": sets, "said": found.get("said", [])}
 
     begun = meeting.told(begin, None)
+    environment |= begun["sets"]
+    for line in _left_out(own, begun["sets"]):
+        tell(line)
     starts = partial(decision, meeting.number, begun["ranks"], meeting.first)
     found: dict[str, Any] = {}
-    if begun["measures"]:
+    if len(begun["sets"]) < len(_MEASURED):
         found = _measured(partial(starts, begun["port"]), script, environment)
     planned = meeting.told(plan, _PLAN_S)
     sets = ", ".join(f"{name}={value}" for name, value in planned["sets"].items())
-    for line in (*found.get("said", ()), sets or "equal shares of a batch, and exact gradients"):
+    for line in (*planned["said"], sets or "equal shares of a batch, and exact gradients"):
         tell(line)
     decided = starts(planned["port"], script)
     become(decided, {**environment, **decided.sets, **planned["sets"]})
+
+
+def _left_out(own: dict[str, str], first: dict[str, str]) -> list[str]:
+    """Return lines on settings of this machine that are not those of the first."""
+    return [
+        f"{name}={value}, as it is set here, is left out: the first machine decides for all"
+        for name, value in own.items()
+        if first.get(name) != value
+    ]
 
 
 class Meeting:
@@ -222,6 +235,7 @@ def _measured(
             child.argv, env={**environment, **child.sets}, stdout=sys.stderr, check=False
         )
         if ended.returncode:
-            raise ReductionError(f"the script has failed in its first steps: {ended.returncode}")
+            how = f"exit code {ended.returncode}" if ended.returncode > 0 else "a signal"
+            raise ReductionError(f"the script has failed in its first steps: it ended with {how}")
         found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
