@@ -438,19 +438,19 @@ def _without_a_pool() -> list[list[str]]:
             "[failures](docs/failures.md)",
         ],
         [
-            "none, and a slow link",
+            "none, and a slow link: waits take up to two thirds of the time",
             "`REDUCTION_WIRE_DTYPE=int8`",
             f"{number(exact / rounded)} times as fast as fp32",
             slow_links,
         ],
         [
-            "a link slower yet",
+            "a link slower yet: they take more",
             "`OuterOptimizer` (DiLoCo), with or without a pool",
             f"1/{bytes_less:.0f} of the bytes, loss {_percent(loss)}: 2 sites, 1 reducer",
             slow_links,
         ],
         [
-            "two unlike machines",
+            "two machines, alike or not",
             "`worker-client join -- train.py`",
             "finds the other, splits batches by speed, sets int8 if the link asks for it",
             "[at home](docs/launchers.md#two-machines-at-home)",

@@ -14,7 +14,9 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure  # noqa: E402 (as below)
 
+from reducer.planning.step_model import Prediction, Way  # noqa: E402 (as above)
 from worker_client.commands.gain import links  # noqa: E402 (it needs torch)
+from worker_client.commands.gain.answer import NOT_ATTACHED, Answer  # noqa: E402 (as above)
 
 COMPUTE_S = 0.15
 COMMAND = "from worker_client.cli import main; main()"
@@ -61,6 +63,26 @@ def test_two_ranks_measure_their_steps_and_links():
     assert by_name["2 reducers, int8"]["step_s"] >= by_name["no exchange"]["step_s"]
     assert facts["advice"].endswith(".")
     assert not facts["attached"]
+
+
+def test_advice_to_train_otherwise_names_the_best_for_the_steps_as_they_are():
+    job = SimpleNamespace(step=SimpleNamespace(nbytes=4), nodes=2, network=None, every=50)
+    steps_s = {
+        Way("gloo"): 8.0,
+        Way("reducers"): 8.0,
+        Way("reducers", 0, "int8"): 2.5,
+        Way("diloco", 0, "int8"): 1.01,
+        Way("none"): 1.0,
+    }
+    found = tuple(Prediction(way, step_s / 2, step_s) for way, step_s in steps_s.items())
+    bf16 = Prediction(Way("reducers", 0, "bf16"), 2.0, 4.0)
+    advice = Answer(job, (*found[:2], bf16, *found[2:]), None, True, attached=False).advice()
+    assert advice == (
+        "Take DiLoCo, every 50 steps, int8, the ranks' own reducers, which trains otherwise "
+        "(docs/slow-links.md): a step is 7.92 times as fast as with Gloo; with no exchange at all "
+        "it would be 8.00 times. Or keep the script's steps and take the ranks' own reducers, int8 "
+        f"(REDUCTION_WIRE_DTYPE=int8): 3.20 times. {NOT_ATTACHED}"
+    )
 
 
 def test_rates_and_costs_are_those_of_what_was_timed(monkeypatch):

@@ -120,6 +120,23 @@ def test_rates_are_of_all_links():
     assert path.windows == [pytest.approx(BUSY_BYTES + 12e6 * 0.001, rel=0.01)] * 4
 
 
+def test_what_is_shown_spans_enough_time_and_leaves_out_what_stays_here():
+    path = Path(3, **NEAR)
+    flow = FlowControl(path, 64 * KIB, forced=False)
+    for link in range(3):
+        flow.admit(link, 8 * MIB, 1.0, local=link == 2)
+    now = 0.0
+    for busy_s in (LOOK_S * 0.75, 0.001, LOOK_S * 0.75):  # the look amid has what had come before
+        path.begin(now)
+        path.carry(LOOK_S / 2)
+        path.end()
+        flow.ended(now + busy_s)
+        assert flow.carries == 0 or now > LOOK_S
+        now += 1.0
+    assert flow.carries == pytest.approx(2 * 12e6 * 1.5 * LOOK_S / (1.5 * LOOK_S + 0.001), rel=0.01)
+    assert flow.rate > 100 * flow.carries, "windows may be too large"
+
+
 def test_a_reducer_that_owns_less_gets_a_smaller_window():
     path = Path(3, **NEAR)
     flow = FlowControl(path, 64 * KIB, forced=False)

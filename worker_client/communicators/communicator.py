@@ -391,7 +391,7 @@ class FlatCommunicator(Communicator):
 
     @property
     def carries(self) -> float:
-        return sum(map(self.session.rate_of, self.session.network_links))
+        return self.session.carries
 
     def join(self, timeout_s: float) -> None:
         """Wait for the reducers; if none answers, for as long as `spec.wait_s` says.

@@ -21,7 +21,7 @@ ASK_S = 1.0  # between two requests for a larger window; twice as long after one
 MOST_ASK_S = 64.0
 BUSY_CHUNKS = 2  # per link: one is on its way while another is summed
 BUSY_BYTES = 512 << 10  # at least, so that ranks whose turn differs do not wait for each other
-LOOK_S = 0.2  # while a large one is in progress
+LOOK_S = 0.2  # while a large one is in progress; and what a rate that is shown spans at least
 SAMPLES = 16  # the best rate, and the shortest round trip, of so many measurements counts
 FAR_ROUND_TRIPS = 5  # that a chunk takes there, if packets are lost: each holds up what comes later
 
@@ -62,6 +62,9 @@ class FlowControl:
 
     Attributes:
         chunk_bytes: size of chunks.
+        carries: what links to other machines have carried together, bytes per second: the best of
+            spans of `LOOK_S` or more; 0 if that is not known. A single look may be so short that it
+            finds what had come to the kernel before.
     """
 
     def __init__(self, flight: _flight.CompiledFlight, chunk_bytes: int, forced: bool) -> None:
@@ -77,6 +80,9 @@ class FlowControl:
         ] = {}  # not again before; and the pause after that
         self._rates: dict[int, deque[float]] = {}
         self._trips_s: dict[int, deque[float]] = {}
+        self._local: set[int] = set()  # links that leave no machine
+        self._span = 0, 0.0  # bytes that have come from other machines, and in how many seconds
+        self.carries = 0.0
 
     def admit(
         self,
@@ -86,6 +92,7 @@ class FlowControl:
         round_trip_s: float = 0.0,
         *,
         can_grow: bool = False,
+        local: bool = False,
     ) -> None:
         """Begin with a link that the reducer has opened.
 
@@ -95,8 +102,11 @@ class FlowControl:
             share: what the reducer owns, relative to the one that owns most, 0 to 1.
             round_trip_s: of the network alone, seconds; 0 if that is not known.
             can_grow: whether the reducer may allow more later.
+            local: whether the reducer is in this process.
         """
         self.dismiss(link)
+        if local:
+            self._local.add(link)
         if round_trip_s >= FAR_S:
             self._far_s[link] = round_trip_s
             if can_grow and not self._forced:
@@ -119,10 +129,9 @@ class FlowControl:
     @property
     def rate(self) -> float:
         """What the links carry together, bytes per second; 0 if that is not known yet."""
-        return sum(map(self.rate_of, list(self._rates)))
+        return sum(map(self._rate_of, self._rates))
 
-    def rate_of(self, link: int) -> float:
-        """Return what a link carries, bytes per second; 0 if that is not known. Any thread may."""
+    def _rate_of(self, link: int) -> float:
         return max(self._rates.get(link, ()), default=0.0)
 
     def ended(self, now: float) -> None:
@@ -167,17 +176,23 @@ class FlowControl:
         if elapsed <= 0:
             return
         self._flight.measured_since = now
+        nbytes, spanned_s = self._span
         for link in self._limits:
             stats = self._flight.stats(link)
+            nbytes += 0 if link in self._local else stats.measured
             self._flight.measure_anew(link)
             if stats.measured:  # a link that waits says nothing about what it can carry
                 self._rates[link].append(stats.measured / elapsed)
                 self._trips_s[link].append(stats.min_rtt_s)
-            carried = self.rate_of(link)
+            carried = self._rate_of(link)
             carried *= FAR_ROUND_TRIPS if link in self._far_s else 1
             if link in self._wanted:  # no more than that: a result also waits for other ranks
                 self._wanted[link] = self._window(link, carried * self._far_s[link])
             self._set_window(link, carried * min(self._trips_s[link], default=0.0))
+        self._span = nbytes, spanned_s + elapsed
+        if spanned_s + elapsed >= LOOK_S:
+            self.carries = max(self.carries, nbytes / (spanned_s + elapsed))
+            self._span = 0, 0.0
 
     def _set_window(self, link: int, distance: float) -> None:
         limit = self._limits[link]

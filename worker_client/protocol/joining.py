@@ -153,7 +153,12 @@ class Joining:
         share = self._context.plan.share(link)
         can_grow = bool(welcome.features & Feature.CREDIT)
         self._context.flow.admit(
-            link.index, header.window, share, link.round_trip_s, can_grow=can_grow
+            link.index,
+            header.window,
+            share,
+            link.round_trip_s,
+            can_grow=can_grow,
+            local=link.address in self._spec.inproc,
         )
         self._context.flight.open(link.index)
         if not welcome.features & Feature.LEAVES:

@@ -132,9 +132,10 @@ class Session:
         """All links but those to the reducer of this process."""
         return [link for link in self.links if link.address not in self.spec.inproc]
 
-    def rate_of(self, link: Link) -> float:
-        """Return what a link carries, bytes per second; 0 if that is not known. Any thread may."""
-        return self._context.flow.rate_of(link.index)
+    @property
+    def carries(self) -> float:
+        """What links to other machines carry, bytes per second; 0 if not known. Any thread may."""
+        return self._context.flow.carries
 
     # -- events -------------------------------------------------------------------------------
 
