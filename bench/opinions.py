@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bench import options, results
 from reducer.planning import network_model
-from reducer.planning.simulation import MANY_LINKS, SimulationOutcome, SimulationScenario, simulate
+from reducer.planning.simulation import SimulationOutcome, SimulationScenario, simulate
 from reducer.wire.constants import HEADER_BYTES, SHARD_ALIGNMENT
 from reducer.wire.layout import LARGEST_CHUNK, chunk_size, chunk_size_of, shards
 from worker_client.protocol import flow_control
@@ -33,9 +33,7 @@ PROGRAM = Path("build/opinions/ns3_star")
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's packages of SimGrid are for this one
 FRAMING = HEADER_BYTES + network_model.FRAMING
 MOST_MESSAGES = 150_000  # of one run of SimGrid, which takes minutes
-# Of our simulation: shorter ones change it by less than a percent. Of jobs with many links they are
-# a few packets more, so that it takes minutes and no hour.
-SEGMENT_BYTES, LARGE_JOBS_SEGMENT_BYTES = 4 << 10, 16 << 10
+SEGMENT_BYTES = 4 << 10  # of our simulation; half of it changes its times by a percent or less
 
 
 class SimulatorMissingError(Exception):
@@ -135,7 +133,6 @@ def formula_s(scenario: Scenario) -> float:
 
 def ours(scenario: Scenario) -> SimulationOutcome:
     """Return what `reducer plan --simulate` says, of cards that share as the others' do."""
-    many = scenario.workers * scenario.owners >= MANY_LINKS
     return simulate(
         SimulationScenario(
             scenario.workers,
@@ -147,7 +144,7 @@ def ours(scenario: Scenario) -> SimulationOutcome:
             scenario.delay_s,
             port_buffer_bytes=scenario.port_buffer_bytes,
             chunk_bytes=scenario.chunk_bytes,
-            segment_bytes=LARGE_JOBS_SEGMENT_BYTES if many else SEGMENT_BYTES,
+            segment_bytes=SEGMENT_BYTES,
         )
     )
 
