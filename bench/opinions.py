@@ -33,7 +33,7 @@ PROGRAM = Path("build/opinions/ns3_star")
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's packages of SimGrid are for this one
 FRAMING = HEADER_BYTES + network_model.FRAMING
 MOST_MESSAGES = 150_000  # of one run of SimGrid, which takes minutes
-SEGMENT_BYTES = 4 << 10  # of our simulation; half of it changes its times by a percent or less
+SEGMENT_BYTES = 4 << 10  # of our simulation; half of it changes its times by 2 % at most
 
 
 class SimulatorMissingError(Exception):

@@ -438,7 +438,7 @@ training ([slow links](slow-links.md)). `python -m bench.gain` holds it against 
 | switches | one, of the kernel | one, ports with buffers (ns-3) | racks, trees |
 
 Beside the lab there is {planned}.
-Simulators differ from both by a few percent where no packets are lost
+SimGrid agrees with both; ns-3 takes longer where shards have few chunks or ports drop packets
 ([errors](../bench/notebook.md)).
 """
 
