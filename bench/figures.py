@@ -41,7 +41,7 @@ FIGURES = {
     "scaling-16": f"bench.scaling {_EQUAL} --size 16MiB --rounds 3",
     "scaling-64": f"bench.scaling {_EQUAL} --size 64MiB --rounds 3",
     "nodes": "bench.hierarchy --nodes 2 --local 4 --mbit 100",
-    "plan": "bench.plan --size 8MiB --no-mixed --no-embedded --within 1",
+    "plan": "bench.simulated --figures --within 1",
     "small-1000": "bench.fusion --mbit 1000 --rounds 11 --thresholds 0,64MiB",
     "small-400": "bench.fusion --mbit 400 --rounds 11 --thresholds 0,64MiB",
     "keys": "bench.allreduce --workers 4 --reducers 4 --keys --mbit 1000 "

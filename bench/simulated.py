@@ -82,7 +82,8 @@ def main(  # noqa: PLR0917 (options have names on the command line)
             f"{100 * formula:>+7.1f}",
             flush=True,
         )
-        table.append({**row._asdict(), "simulated_s": outcome.seconds, "error": error})
+        found = {"simulated_s": outcome.seconds, "error": error, "formula_error": formula}
+        table.append({**row._asdict(), **found})
     options.write_table(run, table, json)
     errors = [abs(float(row["error"])) for row in table]
     worst = max(errors)

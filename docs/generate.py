@@ -27,8 +27,11 @@ from typer.testing import CliRunner
 
 from reducer import cli
 from reducer.config import ReducerConfig
+from reducer.planning.network_model import payload_share, ring_factor
 from reducer.planning.plan import PlannedJob, plan
+from reducer.wire.constants import DType
 from worker_client.config import AUTO, InitSettings, WorkerConfig
+from worker_client.protocol.flow_control import MOST_BYTES, window_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -293,9 +296,8 @@ _SIZING = """\
 
 For those who are to say how many reducers a job gets, and of which machines.
 
-[docs/generate.py](generate.py) writes this page from what `reducer plan` answers. That is a model,
-of links alone. It was compared with measurements on links of 0.4 and 1 Gbit/s, with 2 to 16 workers
-([performance](performance.md)); **faster links and more workers are modelled, not measured**.
+[docs/generate.py](generate.py) writes this page from what `reducer plan` answers. That is a model
+of links. [What was measured](#modelled-and-measured) is much less.
 
 ## The rule
 
@@ -303,13 +305,48 @@ The reducers' cards together should carry what the workers' carry together. More
 less, mixed jobs use the workers' own cards besides. What counts is the rate of a card, not the
 number of machines: 8 workers of 100 Gbit/s want 25 reducers of 32 Gbit/s.
 
-An all-reduce of 1 GB, all cards alike. Times in ms; in brackets how much faster than a ring:
+An all-reduce of 1 GB, in ms; in brackets how much faster than a ring. All cards are alike, but for
+the last column, where a quarter as many reducers have four times the rate:
 
 {table}
 
-## Three jobs
+Many reducers have short shards. A shard of one chunk (256 KiB) takes twice as long as its bytes, as
+its result waits for all contributions. So beside hundreds of workers take fewer and faster cards.
+DDP's buckets of 64 MiB are shorter than this buffer; those that travel together share the rest.
 
-{jobs}
+```sh
+{line_small}
+```
+```text
+{printed_small}
+```
+
+```sh
+{line_large}
+```
+```text
+{printed_large}
+```
+
+## Where a pool stops paying
+
+A pool halves what embedded reducers take, at best. So it pays where a step waits for that. Fewer
+bits, or outer steps, leave less to wait for. 16 workers with 350M parameters, 400 ms of backward
+pass and 200 ms beside; a step in ms, embedded and with as many reducers:
+
+{bits}
+
+Here a pool gains less than a tenth from so many Gbit/s on: {stops}.
+Casts cost processors, which the model leaves out
+([how much](performance.md#16-and-8-bits-on-the-wire)). What fewer bits and DiLoCo do to a training
+is in [slow links](slow-links.md). One cell of the table is from this:
+
+```sh
+{line_bits}
+```
+```text
+{printed_bits}
+```
 
 ## Queues
 
@@ -317,18 +354,50 @@ With `--simulate` every rank's session is that of production: it cuts a bucket o
 chunks as its windows allow, over cards and a switch's ports, which have queues. For each pool it
 prints the time beside the formula's, and the longest queues at the switch:
 
-{queues}
+```sh
+{line_queues}
+```
+```text
+{printed_queues}
+```
 
+The formula has cards that share their rate evenly. The simulation has them send 128 KiB of a
+connection in turn, as Linux does, and so one rank's chunk comes later than another's.
 With `--port-buffer 16MiB` a port holds no more: what finds no room is sent again a round trip
 later, and `lost` is its share. `--costs` is what messages cost a processor, seconds, as JSON:
 `worker_message_s`, `worker_byte_s`, `reducer_message_s`, `reducer_byte_s`. `--json` prints all of
 it for programs. A pool of fewer reducers than workers is mixed where that is faster;
-`--topology pool` simulates it alone.
-`bench.simulated` holds it against the lab ([errors](../bench/notebook.md)).
+`--topology pool` simulates it alone. It leaves out TCP's slow start, timeouts and window, failures,
+and ZMTP's heartbeats. The reducer's rules are stated again there, and tests compare them with its
+engine. With 4,096 links or more the size of chunks is computed, where ranks would measure.
 
-It leaves out TCP's slow start, timeouts and window, failures, and ZMTP's heartbeats. The reducer's
-rules are stated again there, and tests compare them with its engine. With 4,096 links or more the
-size of chunks is computed, where ranks would measure their links and agree on it.
+## Memory and cores
+
+A reducer sets aside a window of each rank, and one more. It refuses a job at its start that would
+need more than `--memory-limit`. Windows are at most {window_mib} MiB over all reducers, and two
+chunks at each at least (`REDUCTION_WINDOW_BYTES`). MiB of each reducer:
+
+{memory}
+
+A core moves a GB in and out in {seconds_gb} s: four workers' fp32 took {seconds} s for each GB of
+buffer, of which the pool receives four and sends four. That was measured with links of 1 Gbit/s.
+For faster ones it is extrapolated; `--threads` uses more than one core:
+
+{cores}
+
+## Racks
+
+**A model alone: there is no tree of reducers.** A rack's uplink may carry less than its cards do
+together (oversubscription). Then what crosses the core decides. Of a flat pool nearly all bytes of
+all ranks do; of a ring, one rank's. In a tree a rack's reducers would add first, and one sum of
+each rack would cross the core: a {rack}th of the flat pool's bytes in racks of {rack} workers. An
+all-reduce of 1 GB, in ms, of {tree_workers} workers of 25 Gbit/s with as many reducers in the same
+racks:
+
+{tree}
+
+So a tree would be needed from {needed} on, where a flat pool gains less than a tenth over a ring.
+At 1:1 it would take {lost} longer, as reducers send sums to reducers besides.
 
 ## What your training gains
 
@@ -359,50 +428,149 @@ for casts, copies from and to devices, other jobs on the links, and what roundin
 training ([slow links](slow-links.md)). `python -m bench.gain` holds it against the lab
 ([errors](../bench/notebook.md)).
 
-## Memory and cores
+## Modelled and measured
 
-A reducer holds a window of each rank at most (`REDUCTION_WINDOW_BYTES`), and refuses a job at its
-start that would need more than `--memory-limit`; the message says how much that is. Seconds of a
-processor for each GB, by type, are in [performance](performance.md#16-and-8-bits-on-the-wire).
-Four workers' fp32 took {seconds} s for each GB of buffer, of which the pool receives four and sends
-four. So a core carries a link of 10 Gbit/s, as a rule; `--threads` uses more than one.
+| | measured, in the lab of one machine | asked of simulators | modelled alone |
+|---|---|---|---|
+| workers | 2 to 16 | to 64 (ns-3), to 1,024 (SimGrid) | more |
+| cards, Gbit/s | 0.1 to 1 | 10, 40 and 100 | other rates |
+| processors, memory | 2 cores for all hosts | none: they cost nothing | cores beside faster links |
+| switches | one, of the kernel | one, ports with buffers (ns-3) | racks, trees |
+
+Beside the lab there is {planned}.
+SimGrid agrees with both; ns-3 takes longer where shards have few chunks or ports drop packets
+([errors](../bench/notebook.md)).
 """
 
 _GBPS = (1, 10, 25, 100)
-_JOBS = (
-    "--workers 4 --worker-gbps 10 --reducer-gbps 10 --parameters 350M --backward 400ms",
-    "--workers 16 --worker-gbps 25 --reducer-gbps 25 --parameters 1.5B --backward 800ms",
-    "--workers 64 --worker-gbps 100 --reducer-gbps 32 --parameters 7B --backward 1500ms",
+_RANKS = (4, 16, 64, 256, 1024)
+_SMALL = "--workers 4 --worker-gbps 10 --reducer-gbps 10 --parameters 350M --backward 400ms"
+_LARGE = (
+    "--workers 1024 --worker-gbps 25 --reducer-gbps 100 --parameters 7B --backward 1500ms "
+    "--reducers 0,64,256"
 )
-
-
-_SIMULATED = "--workers 8 --worker-gbps 100 --reducer-gbps 100 --reducers 2,8 --simulate"
+_BITS = (
+    "--workers 16 --worker-gbps 10 --reducer-gbps 10 --parameters 350M --dtype int8 "
+    "--backward 400ms --forward 200ms --reducers 0,16"
+)
+_QUEUES = "--workers 8 --worker-gbps 100 --reducer-gbps 100 --reducers 2,8 --simulate"
+_RACK = 16  # hosts
 
 
 def sizing() -> str:
     """Return the page of sizes: what `reducer plan` answers for jobs of several sizes."""
-    head = "| workers | Gbit/s | a ring | embedded | half as many reducers | as many reducers |"
-    rows = [head, "|" + "---|" * 6]
-    for workers in (4, 16, 64):
-        for gbps in _GBPS:
-            job = PlannedJob(workers, gbps, gbps, 10**9)
-            found = plan(job, (0, workers // 2, workers))
-            times = [f"{1e3 * row.all_reduce_s:,.0f} ({row.speedup:.2f})" for row in found.rows]
-            rows.append(f"| {workers} | {gbps} | {1e3 * found.ring_s:,.0f} | {' | '.join(times)} |")
-    printed_by = []
-    for options in (*_JOBS, _SIMULATED):
-        line = f"reducer plan {options}"
+    lines = {"small": _SMALL, "large": _LARGE, "bits": _BITS, "queues": _QUEUES}
+    shown = {}
+    for name, options in lines.items():
         done = CliRunner().invoke(cli.app, shlex.split(f"plan {options}"), env={"COLUMNS": "150"})
-        printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
-        printed_by.append(f"```sh\n{line}\n```\n```text\n{printed}\n```")
-    used = measured.Figure("wire-4").row(way="pool-4")["reducers_cpu"]
-    *jobs, queues = printed_by
+        shown[f"line_{name}"] = f"reducer plan {options}"
+        shown[f"printed_{name}"] = "\n".join(text.rstrip() for text in done.stdout.splitlines())
+    used = measured.Figure("wire-4").row(way="pool-4")
+    a_gb_s = used["reducers_cpu"] / used["workers"]
+    cores = [a_gb_s * gbps * payload_share() / 8 for gbps in _GBPS]
+    bits, stops = _bits()
+    racks, needed, lost = _racks(16 * _RACK)
     return _SIZING.format(
-        table="\n".join(rows),
-        jobs="\n\n".join(jobs),
-        queues=queues,
-        seconds=measured.number(used),
+        **shown,
+        table=_markdown_table(_all_reduces()),
+        bits=_markdown_table(bits),
+        stops=stops,
+        memory=_markdown_table(_memory()),
+        window_mib=MOST_BYTES >> 20,
+        seconds=measured.number(used["reducers_cpu"]),
+        seconds_gb=measured.number(a_gb_s),
+        cores=_markdown_table(
+            [["card, Gbit/s", *map(str, _GBPS)], ["cores", *map(measured.number, cores)]]
+        ),
+        rack=_RACK,
+        tree_workers=16 * _RACK,
+        tree=_markdown_table(racks),
+        needed=needed,
+        lost=lost,
+        planned=measured.planned(measured.Figure("plan")),
     )
+
+
+def _markdown_table(rows: list[list[str]]) -> str:
+    head, *others = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *others])
+
+
+def _all_reduces() -> list[list[str]]:
+    rows = [["workers", "Gbit/s", "a ring", "embedded", "half as many reducers"]]
+    rows[0] += ["as many", "a quarter, 4 x the rate"]
+    for workers in _RANKS:
+        for gbps in _GBPS:
+            found = plan(PlannedJob(workers, gbps, gbps, 10**9), (0, workers // 2, workers))
+            fast = plan(PlannedJob(workers, gbps, 4 * gbps, 10**9), (workers // 4,))
+            rows.append([str(workers), str(gbps), f"{1e3 * found.ring_s:,.0f}"])
+            rows[-1] += [
+                f"{1e3 * row.all_reduce_s:,.0f} ({row.speedup:.2f})"
+                for row in (*found.rows, *fast.rows)
+            ]
+    return rows
+
+
+def _bits() -> tuple[list[list[str]], str]:
+    """Return steps by what travels, and from which rate on a pool gains less than a tenth.
+
+    In DiLoCo one step of 50 exchanges all parameters, while nobody computes.
+    """
+    every, compute_s = 50, {"backward_s": 0.4, "forward_s": 0.2}
+    ways = ("fp32", "bf16", "int8", f"DiLoCo, int8, every {every} steps")
+    rows, stopped = [["Gbit/s", *ways]], dict.fromkeys(ways, "")
+    for gbps in (0.1, *_GBPS):
+        steps_s: list[list[float]] = []
+        for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.BLOCK8):
+            job = PlannedJob(16, gbps, gbps, dtype.nbytes(350 * 10**6), **compute_s)
+            found = plan(job, (0, 16)).rows
+            steps_s.append([row.step_s for row in found])
+        outer_s = [row.all_reduce_s / every for row in found]
+        steps_s.append([sum(compute_s.values()) + each_s for each_s in outer_s])
+        rows.append([f"{gbps:g}"])
+        for way, (embedded_s, pool_s) in zip(ways, steps_s, strict=True):
+            rows[-1].append(f"{1e3 * embedded_s:,.0f} to {1e3 * pool_s:,.0f}")
+            if embedded_s < 1.1 * pool_s:
+                stopped[way] = stopped[way] or f"{gbps:g}"
+    said = [f"{rate} with {way.partition(',')[0]}" for way, rate in stopped.items()]
+    return rows, ", ".join(said)
+
+
+def _memory() -> list[list[str]]:
+    rows = [["workers", *map(str, _RANKS)]]
+    for what, part in (("a quarter as many reducers", 4), ("as many", 1)):
+        windows = [(n + 1) * window_limit(0, 0, max(1, n // part)) for n in _RANKS]
+        rows.append([what, *(f"{nbytes / (1 << 20):,.0f}" for nbytes in windows)])
+    return rows
+
+
+def _racks(workers: int) -> tuple[list[list[str]], str, str]:
+    """Return times of 1 GB by the link that is busy longest, of a card or of a rack, each way.
+
+    A rack's uplink carries what its cards do, over the oversubscription; a ring's racks have no
+    reducers. Of a flat pool spread over the racks, contributions and results cross it, but for
+    those within a rack. In a tree every reducer adds a part for its rack, and again a part of that
+    for all racks: one sum of each rack crosses for every other rack's part, and its result.
+
+    Returns:
+        Rows; the oversubscription from which on a flat pool gains less than a tenth; what a tree
+        costs without any.
+    """
+    nbytes, rate = 10**9, 25e9 / 8 * payload_share()
+    others = 1 - _RACK / workers  # of the racks
+    ring = ring_factor(workers)
+    rows, needed = [["oversubscription", "a ring", "flat pool", "tree"]], ""
+    by_card, across = (ring, 1.0, 1 + 2 / _RACK), (ring, 2 * _RACK * others, 2 * others)
+    for over in (1, 1.5, 2, 4, _RACK):
+        uplinks = [cards / over for cards in (_RACK, 2 * _RACK, 2 * _RACK)]
+        times = [
+            nbytes / rate * max(card, crosses / uplink)
+            for card, crosses, uplink in zip(by_card, across, uplinks, strict=True)
+        ]
+        rows.append([f"{over:g}:1", *(f"{1e3 * seconds:,.0f}" for seconds in times)])
+        if times[0] < 1.1 * times[1]:
+            needed = needed or f"{over:g}:1"
+    return rows, needed, f"{by_card[2] / by_card[1] - 1:.1%}"
 
 
 def with_figures(name: str) -> str:

@@ -59,6 +59,17 @@ def run_here(line, env=None):
     return subprocess.CompletedProcess(words, code or 0, said.getvalue(), complained.getvalue())
 
 
+def transcript(lines):
+    """Lines of commands that end well, each with what it prints but for spaces at ends of lines."""
+    said = ""
+    for line in lines:
+        done = run_here(line, env={"COLUMNS": "150"})
+        assert done.returncode == 0, done.stderr
+        printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
+        said += f"$ {line}\n{printed}\n\n"
+    return said
+
+
 @contextmanager
 def serving(*arguments, command=REDUCER, **options):
     """A reducer in an interpreter of its own, which is killed at the end."""

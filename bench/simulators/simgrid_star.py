@@ -2,19 +2,20 @@
 
 `bench.opinions` starts it with the system's Python, for which SimGrid has a package. Standard input
 has one JSON object, what a scenario and the project's rules give; standard output gets another one.
-A host sends messages in order, some of them at once, and SimGrid says how fast they are: the
-rate of a message is what the two links leave it. The delay between hosts is waited for apart, as a
-sender that waits for it with each message would leave its link idle. Processors cost nothing.
+A connection sends its messages in order, and all connections send at once. SimGrid says how fast
+they are: the rate of a message is what the two links leave it. The delay between hosts is waited
+for apart, as a sender that waits for it with each message would leave its link idle. Processors
+cost nothing.
 """
 
-import heapq
 import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from simgrid import Actor, Comm, Engine, Host, LinkInRoute, NetZone, Semaphore, this_actor
+from simgrid import Actor, Comm, Engine, Host, LinkInRoute, Mailbox, NetZone, Semaphore
 
 
 class Job(NamedTuple):
@@ -27,7 +28,6 @@ class Job(NamedTuple):
         framing_bytes: of a message, besides its chunk.
         worker_rate, reducer_rate: of links each way, bytes per second.
         delay_s: from a host to another one.
-        worker_lanes, reducer_lanes: messages that a host sends at once, to different hosts.
     """
 
     workers: int
@@ -40,41 +40,78 @@ class Job(NamedTuple):
     worker_rate: float
     reducer_rate: float
     delay_s: float
-    worker_lanes: int
-    reducer_lanes: int
+
+
+CONNECTIONS = 16  # of one actor: to wait for any of many takes SimGrid long
+
+
+class Message(NamedTuple):
+    """What a connection sends; `arrived` is called when it has left, within a host at once."""
+
+    to: Host
+    nbytes: int
+    arrived: Callable[[], None]
 
 
 class Sender:
-    """Sends a host's messages, each as soon as its time has come and a lane is free."""
+    """Some of a host's connections, to reducers or to workers, with an actor that serves them.
 
-    def __init__(self, host: Host, lanes: int) -> None:
+    Each connection sends one message at a time, and all send at once. An empty message to the actor
+    says that something was posted.
+    """
+
+    def __init__(self, host: Host, name: str) -> None:
         self.host = host
-        self._due: list[tuple[float, int, Host, int, Callable[[], None]]] = []
-        self._numbers = itertools.count()
-        self._wake = Semaphore(0)
-        self._waiting = 0
-        for lane in range(lanes):
-            Actor.create(f"lane-{lane}", host, self._run).daemonize()
+        self._due: deque[tuple[float, Message]] = deque()  # by time
+        self._queues: dict[Host, deque[Message]] = {}  # by receiver; the first one is being sent
+        self._bell = Mailbox.by_name(name)
+        self._rung = False
+        self._comms: list[Comm] = []  # the first one is of the bell
+        self._sent: list[Message] = []  # what each other one sends
+        Actor.create(name, host, self._run).daemonize()
 
-    def post(self, when: float, to: Host, nbytes: int, arrived: Callable[[], None]) -> None:
-        """Send a message when its time has come; `arrived` is called when it has left."""
-        heapq.heappush(self._due, (when, next(self._numbers), to, nbytes, arrived))
-        if self._waiting:
-            self._waiting -= 1
-            self._wake.release()
+    def post(self, when: float, message: Message) -> None:
+        """Send a message when its time has come, and those before it have left."""
+        self._due.append((when, message))
+        if not self._rung:
+            self._rung = True
+            self._bell.put_init(None, 0).detach()
 
     def _run(self) -> None:
+        comm, self._heard = self._bell.get_async()
+        self._comms = [comm]
         while True:
-            if not self._due:
-                self._waiting += 1
-                self._wake.acquire()
-            elif self._due[0][0] > Engine.clock:
-                this_actor.sleep_until(self._due[0][0])
-            else:
-                _, _, to, nbytes, arrived = heapq.heappop(self._due)
-                if to.name != self.host.name:
-                    Comm.sendto(self.host, to, nbytes)
-                arrived()
+            while self._due and self._due[0][0] <= Engine.clock:
+                self._queue(self._due.popleft()[1])
+            due_s = self._due[0][0] - Engine.clock if self._due else -1.0
+            ended = Comm.wait_any_for(self._comms, due_s)
+            if ended == 0:
+                self._rung = False
+                self._comms[0], self._heard = self._bell.get_async()
+            elif ended > 0:
+                self._end(ended)
+
+    def _queue(self, message: Message) -> None:
+        if message.to is self.host:
+            message.arrived()
+            return
+        queue = self._queues.setdefault(message.to, deque())
+        queue.append(message)
+        if len(queue) == 1:
+            self._start(message)
+
+    def _start(self, message: Message) -> None:
+        self._comms.append(Comm.sendto_async(self.host, message.to, message.nbytes))
+        self._sent.append(message)
+
+    def _end(self, index: int) -> None:
+        del self._comms[index]
+        message = self._sent.pop(index - 1)
+        queue = self._queues[message.to]
+        queue.popleft()
+        if queue:
+            self._start(queue[0])
+        message.arrived()
 
 
 class AllReduce:
@@ -87,12 +124,17 @@ class AllReduce:
     def __init__(self, job: Job, workers: list[Host], reducers: list[Host]) -> None:
         self._job = job
         self._chunks = -(-job.shard_bytes // job.chunk_bytes)
-        self._workers = [Sender(host, job.worker_lanes) for host in workers]
-        self._reducers = [Sender(host, job.reducer_lanes) for host in reducers]
+        self._hosts = workers, reducers
+        self._workers = self._senders("worker", workers, len(reducers))
+        self._reducers = self._senders("reducer", reducers, len(workers))
         self._missing = [[job.workers] * self._chunks for _ in reducers]
         self._results = job.workers * job.reducers * self._chunks
         self._done = Semaphore(0)
         self.end_s = 0.0
+
+    def _senders(self, kind: str, hosts: list[Host], connections: int) -> list[list[Sender]]:
+        parts = range(-(-connections // CONNECTIONS))
+        return [[Sender(host, f"{kind}-{host.name}-{part}") for part in parts] for host in hosts]
 
     def run(self) -> None:
         """Begin with what the windows allow, and wait for the end."""
@@ -111,8 +153,8 @@ class AllReduce:
                     to = (chunk + reducer + step) % self._job.workers
                     self._answer(to, reducer, chunk, Engine.clock + self._job.delay_s)
 
-        to = self._reducers[reducer].host
-        self._workers[worker].post(when, to, self._nbytes(chunk), arrived)
+        message = Message(self._hosts[1][reducer], self._nbytes(chunk), arrived)
+        self._workers[worker][reducer // CONNECTIONS].post(when, message)
 
     def _answer(self, worker: int, reducer: int, chunk: int, when: float) -> None:
         def arrived() -> None:
@@ -125,8 +167,8 @@ class AllReduce:
                 self.end_s = now
                 self._done.release()
 
-        to = self._workers[worker].host
-        self._reducers[reducer].post(when, to, self._nbytes(chunk), arrived)
+        message = Message(self._hosts[0][worker], self._nbytes(chunk), arrived)
+        self._reducers[reducer][worker // CONNECTIONS].post(when, message)
 
     def _nbytes(self, chunk: int) -> int:
         start = chunk * self._job.chunk_bytes

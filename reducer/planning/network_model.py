@@ -7,12 +7,19 @@ to fill and to drain: see `card_times`. Processors cost nothing, and nobody else
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Literal, NamedTuple, TypeAlias
 
 from reducer.errors import ConfigError
 from reducer.wire.constants import HEADER_BYTES
-from reducer.wire.layout import LARGEST_CHUNK, chunk_size, chunk_size_of, mixed_weights
+from reducer.wire.layout import (
+    LARGEST_CHUNK,
+    MIN_SHARD,
+    chunk_size,
+    chunk_size_of,
+    mixed_weights,
+)
 
 Topology: TypeAlias = Literal["embedded", "pool", "mixed"]
 
@@ -112,25 +119,34 @@ def card_times(
 ) -> Times:
     """Return what the busiest card does in an all-reduce through reducers.
 
-    It carries its bytes from the first to the last. But no result can come before one chunk of
-    every rank has come to a reducer, and when nothing is left to send, one chunk is still to go
-    to every rank: so each direction of the card rests for n chunks, and a round trip. In an
-    embedded job it hardly rests for any: results go where contributions did, and fill what these
-    leave. In a mixed topology reducers own what `mixed_weights` says, which is best for cards of
-    one rate.
+    A wave is one chunk of every shard, from all ranks. Cards share their rate fairly among
+    connections, so the contributions of a wave are all there when it ends, and not before. Its
+    results travel beside the contributions of the next wave. So m waves up and m waves down take
+    m + 1 of them: each direction of a card is busy with its bytes, and rests for one wave and a
+    round trip (the time of a pipeline of two stages). A shard of one chunk takes two waves.
+
+    An embedded job hardly rests at all: its cards send contributions and results alike, so the
+    second stage is part of their bytes. In a mixed topology reducers own what `mixed_weights` says,
+    which is best for cards of one rate. Of a small buffer few reducers own `MIN_SHARD` each.
+
+    Cards that take turns of whole segments make a wave end later, at some reducers more than at
+    others. That depends on the order of turns, which `reducer.planning.simulation` has.
     """
     owned = shares(workers, reducers, topology)
     owners = (reducers if owned.pool else 0) + (workers if owned.ranks else 0)
-    most = LARGEST_CHUNK
-    if owned.pool:
-        most = chunk_size_of(int(nbytes), owners, chunk_size(network.worker_rate))
-    chunk = min(most, float(max(owned)) * nbytes)
-    overhead = 1 + (HEADER_BYTES + FRAMING) / chunk
-    # A rank's contribution to the reducer that it hosts is on no card.
-    ranks = (workers - 1) * chunk / network.worker_rate if owned.ranks else 0.0
-    pool = workers * chunk / network.reducer_rate
-    busy = nbytes * overhead * busiest_card_s(workers, owned, network)
-    return Times(busy, (2 * max(ranks, pool) if owned.pool else 0.0) + network.round_trip_s)
+    most = max(1, math.ceil(nbytes / MIN_SHARD))
+    if most < owners:
+        owners = most
+        owned = Shares(*(Fraction(1, most) if share else share for share in owned))
+    byte_s = busiest_card_s(workers, owned, network)
+    most_bytes = LARGEST_CHUNK
+    if owned.pool:  # ranks measure what their links carry to reducers, and agree on it
+        most_bytes = chunk_size_of(int(nbytes), owners, chunk_size(1 / byte_s))
+    shard = float(max(owned)) * nbytes
+    chunk = min(most_bytes, shard)
+    busy = nbytes * (1 + (HEADER_BYTES + FRAMING) / chunk) * byte_s
+    wave = busy * chunk / shard
+    return Times(busy, (wave if owned.pool else 0.0) + network.round_trip_s)
 
 
 def all_reduce_s(

@@ -12,7 +12,7 @@ from reducer.commands import plan as plan_command
 from reducer.errors import ConfigError
 from reducer.planning import network_model, plan, vertex
 from reducer.wire.layout import SMALLEST_CHUNK, mixed_weights, shards
-from tests.commands import run_here
+from tests.commands import transcript
 from tests.golden import check_golden
 
 LINKS = network_model.Network(100.0, 100.0)
@@ -94,6 +94,27 @@ def test_large_buffers_take_what_cards_take_and_small_ones_a_round_trip(
     taken_s = network_model.all_reduce_s(nbytes, 8, 8, "pool", network)
     assert taken_s == pytest.approx(pool_s, rel=0.01)
     assert network_model.ring_s(nbytes, 8, network) == pytest.approx(ring_s, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("job", "times_the_rate", "mib", "through_busiest"),
+    [
+        ((4, 4, "pool"), 1, 16, 16 + 1),  # 16 chunks of 256 KiB a shard, and a wave of 4
+        ((64, 64, "pool"), 1, 16, 16 + 16),  # one chunk a shard: it comes when all have gone
+        ((64, 16, "pool"), 4, 16, 16 + 4),  # four
+        ((2, 8, "pool"), 1, 16, 16 + 2),  # workers' cards are the limit
+        ((16, 4, "pool"), 1, 16, 64 + 2),  # reducers' are: chunks are of what they leave, 128 KiB
+        ((4, 0, "embedded"), 1, 16, 24),  # the card rests for none
+        ((4, 2, "mixed"), 1, 20, 24 + 1),  # 24 chunks of the pool's 6 MiB each
+        ((8, 8, "pool"), 1, 1 / 16, 1 / 4 + 1 / 4),  # two reducers have 32 KiB each
+    ],
+)
+def test_a_pool_takes_one_wave_of_chunks_more_than_its_bytes(
+    job, times_the_rate, mib, through_busiest
+):
+    network = network_model.Network(1e9, times_the_rate * 1e9, 0.001)
+    taken_s = network_model.all_reduce_s(mib * 2**20, *job, network)
+    assert taken_s == pytest.approx(through_busiest * 2**20 / 1e9 + 0.001, rel=0.003)
 
 
 @given(st.integers(2, 32))
@@ -206,13 +227,7 @@ LINES = [
 
 
 def test_what_the_command_prints():
-    said = ""
-    for line in LINES:
-        done = run_here(line, env={"COLUMNS": "150"})
-        assert done.returncode == 0, done.stderr
-        printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
-        said += f"$ {line}\n{printed}\n\n"
-    check_golden(Path(__file__).with_name("plan.txt"), said)
+    check_golden(Path(__file__).with_name("plan.txt"), transcript(LINES))
 
 
 def machines(**others):

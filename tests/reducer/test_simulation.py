@@ -13,7 +13,7 @@ from reducer.planning.simulation import SimulationScenario, simulate
 from reducer.planning.virtual_network import Card, Flow, LinkQueue, LinkRate, VirtualClock
 from reducer.wire.constants import PLACES
 from reducer.wire.header import Header
-from tests.commands import run_here
+from tests.commands import run_here, transcript
 from tests.engine.twins import Served
 from tests.golden import check_golden
 
@@ -181,6 +181,18 @@ def test_nothing_is_faster_than_its_cards(workers, reducers, topology, nbytes, g
     assert outcome.lost_share == 0
 
 
+@pytest.mark.parametrize(
+    ("workers", "reducers", "topology", "reducer_gbps"),
+    [(8, 8, "pool", 10.0), (8, 2, "pool", 40.0), (8, 2, "pool", 10.0), (8, 0, "embedded", 10.0)],
+)
+def test_cards_that_share_by_packets_take_what_the_formula_says(
+    workers, reducers, topology, reducer_gbps
+):
+    job = (workers, reducers, topology, 8 << 20, 10.0, reducer_gbps, 25e-6)
+    outcome = simulate(SimulationScenario(*job, segment_bytes=4 << 10))
+    assert outcome.formula_s == pytest.approx(outcome.seconds, rel=0.06)
+
+
 def test_a_short_buffer_at_the_port_of_few_reducers_loses_segments():
     scenario = {"workers": 16, "reducers": 2, "topology": "pool", "nbytes": 4 << 20}
     scenario |= {"worker_gbps": 10.0, "reducer_gbps": 10.0}
@@ -232,13 +244,7 @@ LINES = [
 
 
 def test_what_the_command_prints():
-    said = ""
-    for line in LINES:
-        done = run_here(line, env={"COLUMNS": "150"})
-        assert done.returncode == 0, done.stderr
-        printed = "\n".join(text.rstrip() for text in done.stdout.splitlines())
-        said += f"$ {line}\n{printed}\n\n"
-    check_golden(Path(__file__).with_name("simulated.txt"), said)
+    check_golden(Path(__file__).with_name("simulated.txt"), transcript(LINES))
 
 
 @pytest.mark.parametrize(
