@@ -28,6 +28,8 @@ FOLDER = Path(__file__).parent / "simulators"
 SCENARIOS = FOLDER / "scenarios.jsonl"
 PROGRAM = Path("build/opinions/ns3_star")
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's packages of SimGrid are for this one
+SEGMENT_BYTES = 1448
+FILLED = 0.9  # of a port, by windows: headers take the rest
 FRAMING = HEADER_BYTES + network_model.FRAMING
 # Messages that a host sends at once: with few it waits for receivers that are busy, which
 # connections side by side do not. Each is a thread of SimGrid's.
@@ -48,6 +50,7 @@ class Scenario(BaseModel):
         port_buffer_bytes: what a port of the switch holds, of packets that wait for its link.
         chunk_bytes, window_bytes: forced, of each link; 0 for the project's rules.
         paced: whether no connection sends faster than its part of the busier of both links.
+        clamped: whether TCP's windows of the connections that meet at a port fit into it together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,6 +66,7 @@ class Scenario(BaseModel):
     chunk_bytes: int = 0
     window_bytes: int = 0
     paced: bool = False
+    clamped: bool = False
 
     @property
     def owners(self) -> int:
@@ -119,6 +123,16 @@ def rules(scenario: Scenario) -> Rules:
     window = int(busy + trip_s * min(network.worker_rate / k, reducer_rate / n))
     limit = flow_control.window_limit(0, scenario.chunk_bytes, k)
     return Rules(len(cut), shard, chunk, scenario.window_bytes or min(window, limit))
+
+
+def receive_window(scenario: Scenario, reducers: int) -> int:
+    """Return TCP's window of every connection, so that each port has room for all that meet there.
+
+    Bytes, in whole segments, two at least; a host of both roles has as many windows again.
+    """
+    held = scenario.port_buffer_bytes // (2 if scenario.topology == "embedded" else 1)
+    part = int(FILLED * held) // max(scenario.workers, reducers)
+    return SEGMENT_BYTES * max(2, part // SEGMENT_BYTES)
 
 
 def formula_s(scenario: Scenario) -> float:
@@ -186,6 +200,7 @@ def ask_ns3(scenario: Scenario, rounds: int = 2, congestion: str = "TcpCubic") -
         "rounds": rounds,
         "congestion": congestion,
         "pace": part_gbps * network_model.payload_share() if scenario.paced else 0,
+        "receive": receive_window(scenario, ruled.reducers) if scenario.clamped else 0,
     }
     command = [str(_ns3_program()), *(f"--{name}={value}" for name, value in arguments.items())]
     said = json_format.loads(
@@ -194,6 +209,7 @@ def ask_ns3(scenario: Scenario, rounds: int = 2, congestion: str = "TcpCubic") -
     ends = said.pop("ends")
     if len(ends) < rounds:
         return Opinion(float("inf"), 0.0, said)
+    said["first_s"] = ends[0]
     seconds = (ends[-1] - ends[0]) / (rounds - 1) if rounds > 1 else ends[0]
     return _opinion(scenario, seconds, said)
 
