@@ -32,6 +32,9 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     round_trip_ms: options.RoundTripMs = 0.0,
     loss_percent: options.LossPercent = 0.0,
     congestion: options.Congestion = results.NEAR.congestion,
+    port_buffer: Annotated[
+        str, typer.Option(help="Of the switch's port to each host. [default: a long queue]")
+    ] = "",
     streams: Annotated[
         int, typer.Option(min=1, help="Connections of iperf3, for the payload rate.")
     ] = 1,
@@ -48,7 +51,10 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     contenders += options.baselines(baselines)
     columns = report.all_reduce_columns(each.name for each in contenders if not each.ours)
     distance = results.Distance(
-        round_trip_ms=round_trip_ms, loss_percent=loss_percent, congestion=congestion
+        round_trip_ms=round_trip_ms,
+        loss_percent=loss_percent,
+        congestion=congestion,
+        port_bytes=options.sizes(port_buffer)[0] if port_buffer else 0,
     )
     found = options.begin_all_reduces(
         "allreduce",

@@ -31,6 +31,8 @@ FOLDER = Path(__file__).parent / "simulators"
 SCENARIOS = FOLDER / "scenarios.jsonl"
 PROGRAM = Path("build/opinions/ns3_star")
 SYSTEM_PYTHON = "/usr/bin/python3"  # Debian's packages of SimGrid are for this one
+SEGMENT_BYTES = 1448
+FILLED = 0.9  # of a port, by windows: headers take the rest
 FRAMING = HEADER_BYTES + network_model.FRAMING
 MOST_MESSAGES = 150_000  # of one run of SimGrid, which takes minutes
 SEGMENT_BYTES = 4 << 10  # of our simulation; half of it changes its times by 2 % at most
@@ -50,6 +52,7 @@ class Scenario(BaseModel):
             any number, which ns-3 is not asked about.
         chunk_bytes, window_bytes: forced, of each link; 0 for the project's rules.
         paced: whether no connection sends faster than its part of the busier of both links.
+        clamped: whether TCP's windows of the connections that meet at a port fit into it together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,6 +68,7 @@ class Scenario(BaseModel):
     chunk_bytes: int = 0
     window_bytes: int = 0
     paced: bool = False
+    clamped: bool = False
 
     @property
     def owners(self) -> int:
@@ -123,6 +127,16 @@ def rules(scenario: Scenario) -> Rules:
     window = int(busy + trip_s * min(network.worker_rate / k, reducer_rate / n))
     limit = flow_control.window_limit(0, scenario.chunk_bytes, k)
     return Rules(len(cut), shard, chunk, scenario.window_bytes or min(window, limit))
+
+
+def receive_window(scenario: Scenario, reducers: int) -> int:
+    """Return TCP's window of every connection, so that each port has room for all that meet there.
+
+    Bytes, in whole segments, two at least; a host of both roles has as many windows again.
+    """
+    held = scenario.port_buffer_bytes // (2 if scenario.topology == "embedded" else 1)
+    part = int(FILLED * held) // max(scenario.workers, reducers)
+    return SEGMENT_BYTES * max(2, part // SEGMENT_BYTES)
 
 
 def formula_s(scenario: Scenario) -> float:
@@ -206,6 +220,7 @@ def ask_ns3(scenario: Scenario, rounds: int = 2, congestion: str = "TcpCubic") -
         "rounds": rounds,
         "congestion": congestion,
         "pace": part_gbps * network_model.payload_share() if scenario.paced else 0,
+        "receive": receive_window(scenario, ruled.reducers) if scenario.clamped else 0,
     }
     command = [str(_ns3_program()), *(f"--{name}={value}" for name, value in arguments.items())]
     said = json_format.loads(
@@ -214,6 +229,7 @@ def ask_ns3(scenario: Scenario, rounds: int = 2, congestion: str = "TcpCubic") -
     ends = said.pop("ends")
     if len(ends) < rounds:
         return Opinion(float("inf"), 0.0, said)
+    said["first_s"] = ends[0]
     seconds = (ends[-1] - ends[0]) / (rounds - 1) if rounds > 1 else ends[0]
     return _opinion(scenario, seconds, said)
 

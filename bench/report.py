@@ -136,6 +136,7 @@ def conditions(settings: Settings) -> str:
     parts += [f"round trips of {far.round_trip_ms:g} ms"] * bool(far.round_trip_ms)
     parts += [f"{far.loss_percent:g} % of packets lost"] * bool(far.loss_percent)
     parts += [f"TCP {far.congestion}"] * (far.congestion != NEAR.congestion)
+    parts += [f"ports of {size(far.port_bytes)}"] * bool(far.port_bytes)
     streams = f" with {settings.streams} streams" * (settings.streams > 1)
     return ", ".join([*parts, f"{rates} MB/s of payload by iperf3{streams}"])
 

@@ -67,11 +67,12 @@ class Run(Record):
 
 
 class Distance(Record):
-    """How far the hosts are from each other; the arguments of `lab.Lab`."""
+    """What is between the hosts; the arguments of `lab.Lab`."""
 
     round_trip_ms: float = 0.0
     loss_percent: float = 0.0
     congestion: str = CONGESTION
+    port_bytes: int = 0
 
 
 NEAR = Distance()

@@ -96,15 +96,15 @@ _WORKERS = {
     "How long to wait": "timeout connect_timeout wait_for_reducers patience heartbeat",
     "What a job does where it would fail": "fallback on_rank_lost join",
     "What to write down": "timeline dump",
-    "Rare: measured where nothing is set": "chunk_bytes window_bytes streams batch_shares impl "
-    "libpython",
+    "Rare: measured where nothing is set": "chunk_bytes window_bytes streams batch_shares "
+    "port_buffer impl libpython",
 }
 _REDUCERS = {
     "You will need these four": "bind keys memory_limit http",
     "Threads": "threads io_threads cpus kernel",
     "Limits": "job_memory_limit max_jobs max_jobs_per_key max_rounds max_ranks max_chunk_bytes "
     "max_connections max_connections_per_key handshake_timeout",
-    "The rest": "drain_timeout insecure impl timeline config",
+    "The rest": "port_buffer drain_timeout insecure impl timeline config",
 }
 
 
@@ -398,6 +398,22 @@ racks:
 
 So a tree would be needed from {needed} on, where a flat pool gains less than a tenth over a ring.
 At 1:1 it would take {lost} longer, as reducers send sums to reducers besides.
+
+## Ports of a switch
+
+n ranks send to a reducer through one port of the switch, at once. What the port has no room for is
+lost, TCP may wait 0.2 s before it sends that again, and all ranks wait for the chunk. Say what a
+port holds, to reducers and to ranks, and TCP's windows are made to fit into it
+([the rule](protocol.md#5-who-may-say-what-and-when)):
+
+    export REDUCTION_PORT_BUFFER=1MiB
+
+Take what one port may use while all are busy, as the switch's data sheet says it, not the sum of
+all ports. Where several ranks or reducers share a host, each one gets its part of that; where ranks
+host reducers, half of it. A port should hold 3.3 KB for each rank, which are two packets: 1 MiB is
+enough for 300 ranks. It should also hold what a link carries in a round trip, 128 KB at 10 Gbit/s
+and 100 us. The first tenth of a second of a connection is not bounded. A network whose ports hold
+all windows, or that pauses senders, needs no setting ([figures](../bench/notebook.md)).
 
 ## What your training gains
 

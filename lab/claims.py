@@ -35,6 +35,7 @@ class Facts:
     round_trip_ms: float = 0.0
     loss_percent: float = 0.0
     congestion: str = CONGESTION
+    port_bytes: int = 0
 
 
 class Claim:

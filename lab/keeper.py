@@ -64,7 +64,7 @@ def keep(request: Request) -> None:
 def _built(network: Network, facts: claims.Facts) -> Iterator[None]:
     """Build what `remove` will remove, and keep it joined meanwhile."""
     if not (facts.round_trip_ms or facts.loss_percent):
-        network.build(facts.mbit, facts.congestion)
+        network.build(facts.mbit, facts.congestion, port_bytes=facts.port_bytes)
         yield
         return
     network.build(facts.mbit, facts.congestion, bridged=False)

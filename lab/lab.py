@@ -84,6 +84,8 @@ class Lab:
             lose (`lab.packets`) TCP takes for delayed where it is to be sent.
         congestion: how the hosts' TCP chooses its rate: a name from
             ``/proc/sys/net/ipv4/tcp_available_congestion_control``.
+        port_bytes: what the switch's port to each host holds, of packets that wait for its link; 0
+            for more than TCP has on its way, as a rule. Links need a rate, and a short way.
 
     Attributes:
         hosts: the hosts, while the lab exists.
@@ -98,6 +100,7 @@ class Lab:
         round_trip_ms: float = 0.0,
         loss_percent: float = 0.0,
         congestion: str = CONGESTION,
+        port_bytes: int = 0,
     ) -> None:
         if not 1 <= hosts <= 254:
             raise ValueError(f"a lab has 1 to 254 hosts, got {hosts}")
@@ -107,10 +110,13 @@ class Lab:
             raise ValueError(f"a round trip takes 1 to 1000 ms, or 0 for none, got {round_trip_ms}")
         if not 0 <= loss_percent < 100:
             raise ValueError(f"a network loses 0 to 99 % of its packets, got {loss_percent}")
+        if port_bytes and (mbit is None or round_trip_ms or loss_percent):
+            raise ValueError("a port holds packets for a link with a rate, and a short way")
         self.mbit = mbit
         self._round_trip_ms = round_trip_ms
         self._loss_percent = loss_percent
         self._congestion = congestion
+        self._port_bytes = port_bytes
         self.hosts: list[Host] = []
         self._size = hosts
         self._namespaces = True
@@ -239,6 +245,7 @@ class Lab:
             self._round_trip_ms,
             self._loss_percent,
             self._congestion,
+            self._port_bytes,
         )
         owner = os.pidfd_open(os.getpid())
         try:

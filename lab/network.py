@@ -20,7 +20,8 @@ ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 # is measured at the start of a transfer. The queue holds what several senders have in flight to one
 # receiver, as a switch's buffer would: a smaller one drops, and then TCP's recovery is measured.
 BURST_BYTES = 256 << 10
-SHAPE = f"burst {BURST_BYTES >> 10}kb limit 8mb"
+QUEUE_BYTES = 8 << 20
+PORT_BURST_BYTES = 16 << 10  # of a port that is to hold no more than it says: a burst is room, too
 PORTS = "1"  # interface group of the bridge's ports: one command deletes them all
 COMMAND_S = 30.0
 
@@ -40,9 +41,15 @@ class Network:
         self.names = [f"{self.prefix}h{index}" for index in range(hosts)]
         self.ports = [f"p{index}" for index in range(hosts)]
         self.addresses = [f"10.77.{number}.{index + 1}" for index in range(hosts)]
+        self._port_bytes = 0
 
     def build(
-        self, mbit: float | None, congestion: str = CONGESTION, *, bridged: bool = True
+        self,
+        mbit: float | None,
+        congestion: str = CONGESTION,
+        *,
+        bridged: bool = True,
+        port_bytes: int = 0,
     ) -> None:
         """Make namespaces, bridge and links.
 
@@ -51,6 +58,7 @@ class Network:
             congestion: how the hosts' TCP chooses its rate, such as ``bbr``.
             bridged: whether the kernel's bridge joins the ports. Otherwise another program is to,
                 and TCP hands down packets as a network carries them, of one segment each.
+            port_bytes: of each port's queue towards its host; 0 for a long one.
 
         Raises:
             LabUnavailable: a tool is missing or the kernel refuses.
@@ -69,9 +77,10 @@ class Network:
             lines.append(f"link add {port} type veth peer name eth0 netns {name}")
             lines.append(f"link set {port} {master} group {PORTS} up")
         _batch(["ip", "-n", self.bridge], lines)
+        self._port_bytes = port_bytes
         for name, address in zip(self.names, self.addresses, strict=True):
             up = ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"]
-            up += [] if bridged else ["link set eth0 gso_max_segs 1"]
+            up += [] if bridged and not port_bytes else ["link set eth0 gso_max_segs 1"]
             _batch(["ip", "-n", name], up)
             _inside(name, f"echo {congestion} >/proc/sys/net/ipv4/tcp_congestion_control")
         self._write_names()
@@ -81,8 +90,14 @@ class Network:
 
     def shape(self, index: int, mbit: float | None) -> None:
         """Give a host's link this rate in Mbit/s, each way; None removes the shaping."""
-        for namespace, device in ((self.bridge, self.ports[index]), (self.names[index], "eth0")):
-            kind = "noqueue" if mbit is None else f"tbf rate {round(mbit * 1e6)}bit {SHAPE}"
+        card = f"burst {BURST_BYTES} limit {QUEUE_BYTES}"
+        bounded = f"burst {PORT_BURST_BYTES} limit {self._port_bytes}"
+        ends = (
+            (self.bridge, self.ports[index], bounded if self._port_bytes else card),
+            (self.names[index], "eth0", card),
+        )
+        for namespace, device, queue in ends:
+            kind = "noqueue" if mbit is None else f"tbf rate {round(mbit * 1e6)}bit {queue}"
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *kind.split())
 
     def connect(self, index: int, *, up: bool) -> None:

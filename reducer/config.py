@@ -104,6 +104,11 @@ class ReducerConfig(BaseSettings):
     """Time for a new connection's handshake, such as ``5s``. A connection that belongs to no job
     after twice this time is closed. An honest worker needs two round trips."""
 
+    port_buffer: Annotated[ByteSize, Field(gt=0)] | None = None
+    """Bytes of the switch's port that leads to this host, such as ``1MiB``, so that ranks that send
+    at once do not overflow it (docs/sizing.md#ports-of-a-switch). Where several processes share a
+    host, write the part of each one. By default TCP chooses."""
+
     drain_timeout: Seconds = 8.0
     """How long the reducer goes on after a SIGTERM for jobs that have no other reducer, until
     another one is back (rolling restart). Keep it well below the time after which it is killed,
@@ -233,7 +238,8 @@ class ReducerConfig(BaseSettings):
             beside = FILES_BESIDES + (self.http_connections if self.http else 0)
             most = min(most, max(files - beside, files // 2))
         first, most = (max(1, n // self.threads) for n in (min(self.max_connections, most), most))
-        return ConnectionLimits(first, 2 * self.handshake_timeout, most)
+        port = int(self.port_buffer or 0) // self.threads
+        return ConnectionLimits(first, 2 * self.handshake_timeout, most, port)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

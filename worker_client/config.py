@@ -138,6 +138,12 @@ class WorkerConfig(BaseSettings):
     implementation at both ends. Each rank decides for itself (docs/performance.md#long-distances).
     """
 
+    port_buffer: Annotated[ByteSize, Field(gt=0)] | None = None
+    """Bytes of the switch's port that leads to this host, such as ``1MiB``, so that reducers that
+    answer at once do not overflow it (docs/sizing.md#ports-of-a-switch). Where several ranks share
+    a host, write the part of each one; where ranks host reducers, half of that, as each reducer has
+    as much. By default TCP chooses."""
+
     timeout: Seconds = 300.0
     """Time after which an all-reduce fails and names the ranks that are missing. Long by default,
     because a rank may load data or write a checkpoint meanwhile."""

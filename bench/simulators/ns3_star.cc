@@ -21,6 +21,7 @@ struct { // sizes in bytes, times in seconds, rates in Gbit/s
     uint64_t shard = 1 << 20, chunk = 1 << 18, window = 1 << 19; // the window is of one link
     uint64_t framing = 107, buffer = 1 << 20; // of a message besides its chunk; of a switch's port
     uint64_t rounds = 2;                      // all-reduces, one after the other
+    uint64_t receive = 0; // TCP's receive window of each connection, both ways; 0: Linux'
     double worker = 10, reducer = 10, pace = 0; // the most of a connection each way; 0: no bound
     double delay = 25e-6, limit = 60; // from a host to another; simulated, until it gives up
     double jitter = 100e-6;           // the most that a worker waits before a round
@@ -170,10 +171,12 @@ Ipv4Address Attach(Ptr<Node> host, Ptr<Node> hub, double gbps)
     auto port = DynamicCast<PointToPointNetDevice>(ends.Get(1));
     port->GetQueue()->SetMaxSize(QueueSize(QueueSizeUnit::BYTES, job.buffer));
     port->GetQueue()->TraceConnectWithoutContext("BytesInQueue", queue);
-    /* A host's connections share its card fairly and lose nothing there, as with Linux' fq. */
+    /* A host's connections share its card fairly and lose nothing there, as with Linux' fq: each has a
+     * queue of its own, where hashes into 1024 would have some share one. */
     TrafficControlHelper fair;
     fair.SetRootQueueDisc("ns3::FqCoDelQueueDisc", "Target", StringValue("100s"), "Interval",
-                          StringValue("1000s"), "MaxSize", StringValue("10000000p"));
+                          StringValue("1000s"), "MaxSize", StringValue("10000000p"), "Flows",
+                          UintegerValue(1 << 20));
     fair.Install(ends.Get(0));
     Ipv4InterfaceContainer given = addresses.Assign(ends);
     fair.Uninstall(ends.Get(1)); // which Assign has installed
@@ -214,7 +217,7 @@ void Configure()
              {"TcpL4Protocol::SocketType", "ns3::" + job.congestion},
              {"TcpSocket::SegmentSize", "1448"},
              {"TcpSocket::SndBufSize", "4194304"},
-             {"TcpSocket::RcvBufSize", "6291456"},
+             {"TcpSocket::RcvBufSize", std::to_string(job.receive > 0 ? job.receive : 6291456)},
              {"TcpSocket::InitialCwnd", "10"},
              {"TcpSocket::DelAckTimeout", "40ms"},
              {"TcpSocketBase::MinRto", "200ms"}, // Linux' least
@@ -232,7 +235,8 @@ int main(int count, char* words[])
     for (auto [name, field] : std::map<std::string, uint64_t*>{
              {"workers", &job.workers}, {"reducers", &job.reducers}, {"embedded", &job.embedded},
              {"shard", &job.shard}, {"chunk", &job.chunk}, {"window", &job.window},
-             {"framing", &job.framing}, {"buffer", &job.buffer}, {"rounds", &job.rounds}})
+             {"framing", &job.framing}, {"buffer", &job.buffer}, {"rounds", &job.rounds},
+             {"receive", &job.receive}})
         line.AddValue(name, "", *field);
     for (auto [name, field] : std::map<std::string, double*>{
              {"worker-gbps", &job.worker}, {"reducer-gbps", &job.reducer}, {"pace", &job.pace},

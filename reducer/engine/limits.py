@@ -17,11 +17,13 @@ class ConnectionLimits(NamedTuple):
         max_connections: how many there may be, but for further streams.
         hello_s: time that one has to become a member of a job.
         max_open: how many there may be with these.
+        port_bytes: of the buffer of the switch's port that leads here; 0 if that is not known.
     """
 
     max_connections: int
     hello_s: float
     max_open: int = sys.maxsize
+    port_bytes: int = 0
 
 
 class Limits(NamedTuple):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from reducer.clock import is_lost
 from reducer.engine.actions import Close
 from reducer.errors import CapacityError
+from reducer.tcp_connections import Port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, KeysView
@@ -134,6 +135,7 @@ class Guard:
             actions += most
         self._closing += (action.peer for action in actions if isinstance(action, Close))
         self._part(members.keys())
+        self._share_port(jobs, every)
         self._dismiss(now)
         self._judge(now)
         self._soon = bool(self._unjoined) or held > 2 * SLACK_BYTES
@@ -169,6 +171,21 @@ class Guard:
             if connection is not None and not connection.ended:
                 self._suspect(number, connection)
         self._members = set(members)
+
+    def _share_port(self, jobs: list[Job], every: int) -> None:
+        """Bound what members send at once to what the switch's port has room for.
+
+        Args:
+            jobs: all.
+            every: in how many looks each member has its turn.
+        """
+        if not self._limits.port_bytes:
+            return
+        port = Port(self._limits.port_bytes, sum(job.world_size for job in jobs))
+        window = port.window(len(self._members))
+        for number in self._members:
+            if (self._looks + number) % every == 0:
+                self._connections[number].line.bound(window)
 
     def _of_job(
         self, job: Job, members: dict[int, Member], every: int, now: float

@@ -86,6 +86,10 @@ class Line:
         far_s = tcp_connections.shortest_round_trip_s(self.descriptor)
         return Load(read, unread, unsent, idle_s, far_s)
 
+    def bound(self, window: int) -> None:
+        """Bound what its peer sends ahead of what has come, bytes; see `tcp_connections.bound`."""
+        tcp_connections.bound_descriptor(self.descriptor, window)
+
     @property
     def name(self) -> tuple[object, ...]:
         """Both ends' addresses."""

@@ -118,3 +118,27 @@ def test_what_cannot_be_is_refused(call, said, monkeypatch, tmp_path):
         host = loopback.hosts[0]
     with pytest.raises(LabUnavailable, match="has ended"):
         host.start(["true"])
+
+
+def test_a_port_holds_as_much_as_it_is_said_to(namespaces):
+    with Lab(hosts=2, mbit=100, port_bytes=32 << 10) as bounded:
+        one, other = bounded.hosts
+        bridge = f"{one.name.rpartition('-')[0]}-bridge"
+        before = dropped(bridge)
+        assert megabits(one, other, 3_000_000) < 100
+        assert before == [0, 0], "the ports of both hosts"
+        assert dropped(bridge)[1] > 0, "TCP fills what there is"
+    with pytest.raises(ValueError, match="a short way"):
+        Lab(hosts=2, mbit=1, port_bytes=1, round_trip_ms=10)
+
+
+def dropped(bridge):
+    """Return how many packets each port of a lab's bridge had no room for."""
+    show = ["tc", "-n", bridge, "-s", "qdisc", "show"]
+    said = subprocess.run(show, stdout=PIPE, text=True, check=True).stdout
+    assert said.count("qdisc tbf") == 2
+    return [
+        int(part.split(",")[0])
+        for part in said.split("qdisc tbf")[1:]
+        for part in part.split("dropped ")[1:2]
+    ]

@@ -163,15 +163,20 @@ def test_no_duration(value):
 
 def test_threads_share_what_is_limited(monkeypatch):
     settings = reducer_config.load(
-        threads=4, job_memory_limit="1GiB", max_connections=1000, handshake_timeout="2s"
+        threads=4,
+        job_memory_limit="1GiB",
+        max_connections=1000,
+        handshake_timeout="2s",
+        port_buffer="1MiB",
     )
     assert settings.limits().job_memory_limit == 256 << 20
     assert reducer_config.load().limits().job_memory_limit is None
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    assert settings.connection_limits() == (250, 4.0, 500)
+    assert settings.connection_limits() == (250, 4.0, 500, 256 << 10)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (464, 464))
     here = (464 - reducer_config.FILES_BESIDES) // 4
-    assert settings.connection_limits() == (here, 4.0, here), "no more files, whatever they are for"
+    most = settings.connection_limits()
+    assert most[:3] == (here, 4.0, here), "no more files, whatever they are for"
     few = reducer_config.load(threads=4, max_connections=300)
     assert few.connection_limits()[::2] == (75, here)
     watched = reducer_config.load(threads=4, max_connections=1000, http=":0")

@@ -420,6 +420,7 @@ def job_spec(
         window_bytes=int(settings.window_bytes),
         chunk_bytes=int(settings.chunk_bytes),
         streams=settings.streams,
+        port_bytes=int(settings.port_buffer or 0),
         resumes=True,
         fallback=settings.fallback != "error",
         elastic=settings.on_rank_lost == "continue",

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from reducer.errors import LocalProtocolError, ReducerLostError
+from reducer.tcp_connections import Port
 from worker_client.protocol.session import Session
 from worker_client.runtime import _loop
 from worker_client.runtime.driver import Driver
@@ -283,7 +284,8 @@ class FlatCommunicator(Communicator):
     ) -> None:
         self.session = session = Session(spec)
         self._wait_until = time.monotonic() + spec.wait_s
-        transport = Transport(session.flight, context, keys, spec.heartbeats)
+        port = Port(spec.port_bytes, spec.world_size)
+        transport = Transport(session.flight, context, keys, spec.heartbeats, port)
         for link in session.links:
             transport.connect(session.endpoint(link))
         self.core = transport.core

@@ -48,6 +48,8 @@ class JobSpec:
         elastic: the ranks that are left will go on elsewhere when one is lost, so what is in
             progress then ends at once.
         streams: connections of each link; 0 for what its round trip asks for.
+        port_bytes: of the buffer of the switch's port that leads to this rank, for what reducers
+            send; 0 if that is not known.
         resumes: connections to far reducers may go on when they break.
         lanes: addresses of reducers' further threads, by the reducer's index, where known.
         reducers_timeout_s: how long to wait for all reducers at the start, before going on without
@@ -76,6 +78,7 @@ class JobSpec:
     fallback: bool = False
     elastic: bool = False
     streams: int = 1
+    port_bytes: int = 0
     resumes: bool = False
     lanes: Mapping[int, Sequence[str]] = field(default_factory=dict)
     reducers_timeout_s: float = math.inf

@@ -124,6 +124,7 @@ class Transport:
         context: of the reducer that this process hosts, to reach it without a socket.
         keys: what to show to reducers, and which to expect.
         heartbeats: how often to send some, and how long to be patient without any.
+        port: where all that reducers send meets, if that is known.
 
     Attributes:
         core: moves its messages; any thread may submit to it.
@@ -135,10 +136,12 @@ class Transport:
         context: Mapping[str, Callable[[], object]] | None = None,
         keys: Keys | None = None,
         heartbeats: Heartbeats = HEARTBEATS,
+        port: tcp_connections.Port | None = None,
     ) -> None:
         self._inside = context or {}
         self._keys = keys or Keys()
         self._peer_timeout_s = heartbeats.peer_timeout_s
+        self._port = port or tcp_connections.Port()
         self._loop = _loop.Loop(flight, heartbeats.every_s)
         self.core = _loop.Core(flight, self._loop)
         self._routes: list[_Route] = []  # of all lines
@@ -266,6 +269,7 @@ class Transport:
         if now < self._looked + LOOK_S:
             return
         self._looked = now
+        self._share_port()
         for line, route in enumerate(self._routes):
             if route.idle_time is None or route.socket is None or route.idle_s:
                 continue
@@ -280,6 +284,14 @@ class Transport:
                     route.socket.shutdown(
                         socket.SHUT_RDWR
                     )  # the loop sees that, after what has come
+
+    def _share_port(self) -> None:
+        """Bound what reducers send at once to what the switch's port has room for."""
+        if self._port.nbytes:
+            sockets = [route.socket for route in self._routes if route.socket is not None]
+            window = self._port.window(len(sockets))
+            for connection in sockets:
+                tcp_connections.bound(connection, window)
 
     def round_trip_s(self, link: int) -> float:
         """Return the shortest round trip of a link's connection, seconds; 0 if nobody knows."""
