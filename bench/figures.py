@@ -49,7 +49,6 @@ FIGURES = {
     "wire-4": f"bench.allreduce --workers 4 --reducers 4 --wire bf16,int8 --mbit 1000 {_LARGE}",
     "wire-8": f"bench.allreduce --workers 8 --reducers 8 --wire bf16,int8 --mbit 400 {_LARGE}",
     "hivemind-1000": "bench.hivemind --workers 4 --mbit 1000",
-    "hivemind-100": "bench.hivemind --workers 4 --mbit 100 --rounds 3",
     "nccl": "bench.nccl --workers 4 --reducers 4 --mbit 1000",
     "sites": "bench.sites --steps 2000 --kinds ddp,diloco --rounds 3",
 }

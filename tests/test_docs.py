@@ -149,7 +149,7 @@ def test_what_hivemind_takes_stands_beside_ours(monkeypatch, tmp_path):
     made = MEASURED.volunteers()
     assert "| hivemind, fp32 | 3,210 (3,000 to 3,300) | 4,100 | 0.262 | 9.87 |" in made
     assert "| ours, embedded, fp32 | 843 (840 to 850) |  | 0.999 | 0.92 |" in made
-    assert "Not measured yet: `python -m bench.figures hivemind-100`." in made[-1]
+    assert made[-1].startswith("Commit fedcba98, 2026-12-01: ")
 
 
 def test_the_site_begins_as_the_readme_does():
