@@ -403,16 +403,15 @@ At 1:1 it would take {lost} longer, as reducers send sums to reducers besides.
 
 n ranks send to a reducer through one port of the switch, at once. What the port has no room for is
 lost, TCP may wait 0.2 s before it sends that again, and all ranks wait for the chunk. Say what a
-port holds, to reducers and to ranks, and TCP's windows are made to fit into it
-([the rule](protocol.md#5-who-may-say-what-and-when)):
-
-    export REDUCTION_PORT_BUFFER=1MiB
+port holds, to reducers and to ranks, such as `REDUCTION_PORT_BUFFER=1MiB`, and TCP's windows are
+made to fit into it ([the rule](protocol.md#5-who-may-say-what-and-when)).
 
 Take what one port may use while all are busy, as the switch's data sheet says it, not the sum of
 all ports. Where several ranks or reducers share a host, each one gets its part of that; where ranks
 host reducers, half of it. A port should hold 3.3 KB for each rank, which are two packets: 1 MiB is
 enough for 300 ranks. It should also hold what a link carries in a round trip, 128 KB at 10 Gbit/s
-and 100 us. The first tenth of a second of a connection is not bounded. A network whose ports hold
+and 100 us. A connection's first bytes are not bounded, for up to 0.2 s, or 0.8 s of 1,024 ranks.
+A network whose ports hold
 all windows, or that pauses senders, needs no setting ([figures](../bench/notebook.md)).
 
 ## What your training gains

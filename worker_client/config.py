@@ -54,6 +54,7 @@ REDUCER_SETTINGS = (
     "max_connections",
     "max_connections_per_key",
     "handshake_timeout",
+    "port_buffer",
     "drain_timeout",
     "keys",
     "insecure",

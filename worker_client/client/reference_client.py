@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _WITHOUT = {
     "generation": 0,
     "streams": 0,
+    "port_buffer": None,
     "fallback": "error",
     "on_rank_lost": "error",
     "join": False,
