@@ -67,10 +67,16 @@ def story_of(world):
     return ""
 
 
-def check(world, seeds):
+def check(world, seeds, allowed=None):
+    """Run worlds; one of them may end with the error that is allowed."""
+    excused = []
     for seed in seeds:
         story = story_of(world(seed))
-        assert not story, f"seed {seed}: {story}"
+        if allowed is not None and story.startswith(allowed.__name__):
+            excused.append(seed)
+        else:
+            assert not story, f"seed {seed}: {story}"
+    assert len(excused) <= 1, excused
 
 
 def check_notices(world, mutations, name):
