@@ -30,6 +30,12 @@ def hosting(world):
     return world.hosts
 
 
+def breaking(world):
+    """Connections to busy hosts break, and nothing else happens: reducers are met again."""
+    alone = world.hosts and not world.pool and world.late
+    return alone and world.faults.kinds == ("break_connection",)
+
+
 def rolling(world):
     return world.faults.rolling
 
@@ -114,7 +120,7 @@ def adopted_unclaimed(*_):
     return []
 
 
-@MUTATIONS.instead_of(Aborts, "welcomed", where=hosting)
+@MUTATIONS.instead_of(Aborts, "welcomed", where=breaking)
 def failures_untold(*_):
     """Do not tell a new reducer of what has failed here."""
 
