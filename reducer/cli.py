@@ -207,23 +207,25 @@ def _serve_reference(stop: threading.Event, settings: ReducerConfig, form: LogFo
 def _serve_until(stop: threading.Event, settings: ReducerConfig, form: LogFormat) -> EngineCounters:
     """Serve until a signal, the end of a thread, or the caller sets `stop`."""
     grace_s = 0.0
+    server: Server | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal grace_s
         del frame
         if stop.is_set():
-            server.hurry()
+            if server is not None:
+                server.hurry()
         elif number == signal.SIGTERM:
             grace_s = settings.drain_timeout
         stop.set()
 
+    for number in (signal.SIGTERM, signal.SIGINT):  # first: who finds a port open may send one
+        signal.signal(number, on_signal)
     with ExitStack() as stack:
         port = HttpPort(settings.http, settings.http_connections) if settings.http else None
         if port:
             stack.callback(port.close)
         server = Server(settings, None if settings.keys is None else Keyring.load(settings.keys))
-        signal.signal(signal.SIGTERM, on_signal)
-        signal.signal(signal.SIGINT, on_signal)
         if settings.keys is not None:
             signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.start()

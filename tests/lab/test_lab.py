@@ -8,6 +8,7 @@ import pytest
 
 from lab import Lab, LabUnavailable, network
 from tests.lab.conftest import PAYLOAD, TRANSFER, answers, line
+from tests.waits import eventually
 
 
 @pytest.fixture(params=["namespaces", "loopback"])
@@ -125,9 +126,9 @@ def test_a_port_holds_as_much_as_it_is_said_to(namespaces):
         one, other = bounded.hosts
         bridge = f"{one.name.rpartition('-')[0]}-bridge"
         before = dropped(bridge)
-        assert megabits(one, other, 3_000_000) < 100
         assert before == [0, 0], "the ports of both hosts"
-        assert dropped(bridge)[1] > 0, "TCP fills what there is"
+        # TCP fills what there is, unless processors are too busy for it.
+        eventually(lambda: megabits(one, other, 3_000_000) < 100 and dropped(bridge)[1] > 0)
     with pytest.raises(ValueError, match="a short way"):
         Lab(hosts=2, mbit=1, port_bytes=1, round_trip_ms=10)
 

@@ -4,11 +4,13 @@ import http.client
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from subprocess import PIPE, Popen
 
 import numpy as np
 import psutil
@@ -23,7 +25,7 @@ from reducer.monitoring.http_port import HttpPort
 from reducer.monitoring.observer import Observer, StatusInbox, merge_jobs
 from reducer.server import Server
 from reducer.wire.messages import Straggler
-from tests.commands import serving
+from tests.commands import free_ports, serving
 from tests.conftest import joined
 from tests.reducer.asked import ask, port_of
 from tests.twins.lateness import bucket_of
@@ -452,3 +454,17 @@ def test_it_listens_where_it_was_told():
         listening = {each.laddr for each in connections if each.status == psutil.CONN_LISTEN}
         number = int(port.address.rpartition(":")[2])
         assert [host for host, at in listening if at == number] == ["127.0.0.1"]
+
+
+def test_who_is_told_to_stop_when_its_first_port_is_open_stops_well():
+    (http,) = free_ports(1)
+    command = [sys.executable, "-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
+    with Popen([*command, "--http", f"127.0.0.1:{http}"], stdout=PIPE, text=True) as reducer:
+        while reducer.poll() is None:
+            with suppress(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", http)).close()
+                break
+        reducer.terminate()
+        said, _ = reducer.communicate(timeout=20)
+    assert reducer.returncode == 0
+    assert "stopped" in said
