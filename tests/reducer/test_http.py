@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
-from subprocess import PIPE, Popen
+from subprocess import PIPE, STDOUT, Popen
 
 import numpy as np
 import psutil
@@ -459,7 +459,9 @@ def test_it_listens_where_it_was_told():
 def test_who_is_told_to_stop_when_its_first_port_is_open_stops_well():
     (http,) = free_ports(1)
     command = [sys.executable, "-m", "reducer", "serve", "--bind", "tcp://127.0.0.1:0"]
-    with Popen([*command, "--http", f"127.0.0.1:{http}"], stdout=PIPE, text=True) as reducer:
+    with Popen(
+        [*command, "--http", f"127.0.0.1:{http}"], stdout=PIPE, stderr=STDOUT, text=True
+    ) as reducer:
         while reducer.poll() is None:
             with suppress(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", http)).close()
