@@ -24,8 +24,8 @@ from harness import HarnessError
 
 HERTZ = 997
 START_S = 60.0
-# What a stack is of: the first line of which a function is in it. In the lab the kernel takes
-# packets to the other host, and there through TCP, in whoever sends or is interrupted.
+# What a stack is of: the first part of which it has a function. In the lab the sender's call, or
+# an interrupt, also does the TCP of the host that receives.
 PARTS = {
     "sum": r" (?:(?:b?f|i|u)\d+|block8\w*)_(?:sum|mean|product|min|max)",  # reducer/kernels
     "packets": r" (?:net_rx_action|net_tx_action|irq_exit_rcu|ip_queue_xmit)",

@@ -312,7 +312,7 @@ the last column, where a quarter as many reducers have four times the rate:
 
 Many reducers have short shards. A shard of one chunk (256 KiB) takes twice as long as its bytes, as
 its result waits for all contributions. So beside hundreds of workers take fewer and faster cards.
-DDP's buckets of 64 MiB are shorter than this buffer; those that travel together share the rest.
+DDP's buckets of 64 MiB are smaller than this buffer, but several travel at once and fill the gaps.
 
 ```sh
 {line_small}

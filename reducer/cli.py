@@ -221,13 +221,13 @@ def _serve_until(stop: threading.Event, settings: ReducerConfig, form: LogFormat
 
     for number in (signal.SIGTERM, signal.SIGINT):  # first: who finds a port open may send one
         signal.signal(number, on_signal)
+    if settings.keys is not None:
+        signal.signal(signal.SIGHUP, lambda *_: server.reload_keys() if server else None)
     with ExitStack() as stack:
         port = HttpPort(settings.http, settings.http_connections) if settings.http else None
         if port:
             stack.callback(port.close)
         server = Server(settings, None if settings.keys is None else Keyring.load(settings.keys))
-        if settings.keys is not None:
-            signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
         server.start()
         _tell_caller(f"{READY}{server.address}", form)
         if port:

@@ -54,7 +54,7 @@ def round_trip_s(connection: socket.socket) -> float:
 
 
 def bound(connection: socket.socket, window: int) -> None:
-    """Have the peer send no more than so many bytes ahead of what has come, read or not.
+    """Limit the bytes that the peer may have in flight on a connection, by TCP's receive window.
 
     Two segments at least. A connection whose round trip is a far network's keeps what that takes.
     The kernel forgets the bound when it makes the connection's buffer larger, and when the first

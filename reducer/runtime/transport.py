@@ -87,7 +87,7 @@ class Line:
         return Load(read, unread, unsent, idle_s, far_s)
 
     def bound(self, window: int) -> None:
-        """Bound what its peer sends ahead of what has come, bytes; see `tcp_connections.bound`."""
+        """Limit the bytes that the peer may have in flight; see `tcp_connections.bound`."""
         tcp_connections.bound_descriptor(self.descriptor, window)
 
     @property

@@ -87,7 +87,7 @@ class Driver:
         self._trace.follow(operation, self.session.spec)
 
     def unresolved(self, link: int) -> str:
-        """As of `Transport`."""
+        """Say why a reducer's name has no address yet; "" if it has. Any thread may ask."""
         return self._transport.unresolved(link)
 
     def fail(self, error: ReductionError) -> None:

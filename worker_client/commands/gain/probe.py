@@ -108,7 +108,7 @@ class Probe:
 
     @property
     def seen(self) -> str:
-        """What has come of the script that is over, as a sentence without its subject."""
+        """What the script did until it ended, as a sentence without its subject."""
         if self.stopped:
             return (
                 f"made {self._all} optimizer steps without a model in DistributedDataParallel, and "

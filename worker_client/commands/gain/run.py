@@ -53,7 +53,7 @@ class AskedGain:
         every: of DiLoCo's steps.
         steps: how many of each kind are measured.
         now: whether steps as the script makes them are measured as well.
-        fewer: how whoever asks may have fewer steps measured, for a script that makes too few.
+        fewer: advice on how to measure fewer steps, for a script that makes too few; "" for none.
     """
 
     workers: int | None

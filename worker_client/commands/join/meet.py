@@ -161,7 +161,7 @@ def _connected(host: str, port: int, machines: int) -> socket.socket:
             f"its machines have joined already: start anew with --machines {machines + 1} on each"
         ) from None
     except OSError as error:
-        why = f"{place} does not answer, it is off or a firewall drops what comes: {error}"
+        why = f"{place} does not answer: it is off, or a firewall drops its packets: {error}"
         raise MembershipError(why) from None
 
 
