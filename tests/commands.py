@@ -4,11 +4,13 @@ import importlib
 import io
 import json
 import os
+import random
 import shlex
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -105,9 +107,17 @@ def reduced_by(*python, code="", command=(), **options):
 
 
 def free_ports(number):
-    """Ports of loopback that nobody has, each another one."""
+    """Ports of loopback that nobody has, each another one, and none that the system gives away.
+
+    Another test's socket without a port of its own could get one of those before it is used.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = random.SystemRandom().sample(range(first_given // 2, first_given), 50 + number)
     with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        free = []
+        while len(free) < number:
+            one = held.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind(("127.0.0.1", ports.pop()))
+                free.append(one.getsockname()[1])
+        return free

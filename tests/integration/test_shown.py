@@ -192,7 +192,7 @@ def test_a_reducer_of_a_file_and_a_log_of_objects(request, tmp_path):
         (tmp_path / "enough").touch()
         said = finish(running)
     assert "threads=2" in said
-    assert said.count("stopped") == 2
+    assert said.count("stopped") == 2, said
 
 
 @pytest.mark.extended("test_each_command_is_run_or_excused")
