@@ -57,7 +57,7 @@ def main(  # noqa: PLR0917 (options have names on the command line)
     gbps: Annotated[float, typer.Option(help="Rate of every link, Gbit/s each way.")] = 10.0,
     delay_us: Annotated[float, typer.Option(help="From a host to another one.")] = 25.0,
     congestion: Annotated[str, typer.Option(help="TcpCubic or TcpLinuxReno.")] = "TcpCubic",
-    rounds: Annotated[int, typer.Option(min=2, help="All-reduces; the first is left out.")] = 2,
+    rounds: Annotated[int, typer.Option(min=2, help="All-reduces; the last is timed.")] = 2,
     json: options.Json = None,
 ) -> None:
     """Simulate all-reduces over a grid, and print what is left of the links."""

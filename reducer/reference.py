@@ -77,6 +77,10 @@ class Slot:
     parts: dict[int, tuple[Member, bytes | None]] = field(default_factory=dict)  # None: a claim
     asked: int | None = None  # the rank that was asked for the result
 
+    def waits_for(self, rank: int) -> bool:
+        """Whether it lacks something of this rank, or the result that it was asked for."""
+        return rank not in self.parts or self.asked == rank
+
 
 @dataclass(slots=True)
 class Round:
@@ -92,7 +96,7 @@ class Round:
 
     def waits_for(self, rank: int) -> bool:
         """Whether it lacks something of this rank, or the result that it was asked for."""
-        return any(rank not in slot.parts or slot.asked == rank for slot in self.slots.values())
+        return any(slot.waits_for(rank) for slot in self.slots.values())
 
 
 @dataclass(slots=True)
@@ -114,9 +118,10 @@ class Job:
         return [round_ for round_ in self.rounds.values() if round_.error is None]
 
     def missing(self, round_: Round) -> tuple[int, ...]:
-        """Return the ranks that a round waits for, as many as are told."""
-        ranks = range(self.hello.world_size)
-        return tuple(rank for rank in ranks if round_.waits_for(rank))[:128]
+        """Return the ranks that a round's first chunk waits for, as many as are told [8]."""
+        ranks = range(self.hello.world_size) if round_.slots else ()
+        first = min(round_.slots, default=0)
+        return tuple(rank for rank in ranks if round_.slots[first].waits_for(rank))[:128]
 
     def held(self, member: Member) -> int:
         """Return what contributions in open slots take of a window, bytes."""

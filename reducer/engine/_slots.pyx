@@ -261,8 +261,14 @@ cdef class Round:
         return taken
 
     def missing_ranks(self):
-        """Return the ranks without which an open slot cannot be completed, 1024 at most."""
+        """Return the ranks that the first open slot waits for, 1024 at most.
+
+        One that lacks in a later slot alone may itself wait, with a full window, for results.
+        """
+        cdef Slot at
         slots = self._open_slots()
+        first = min([at.c.offset for at in slots], default=None)
+        slots = [at for at in slots if at.c.offset == first]
         missing = (rank for rank in range(self._of.c.world_size) if waits_for(slots, rank))
         return tuple(islice(missing, MAX_MISSING))
 
@@ -288,21 +294,21 @@ cdef class Round:
             now = self._of.c.exits
             self._again[rank] = self._again.get(rank, (now, now))[0], now
 
+    def has_begun(self, uint32_t rank):
+        """Whether a rank has said something about this round since it came, or came back."""
+        left, _ = self._of.latest_exit(rank)
+        if left <= self.it().born:
+            return self.it().spoke[rank] != 0
+        return self._again.get(rank, (-1, -1))[1] >= left
+
     def without_error(self):
         """Return ranks that know of this round, but not of its error.
 
         A rank that came back knows of neither.
         """
-        found = set()
-        for rank in range(self._of.c.world_size):
-            left, _ = self._of.latest_exit(rank)
-            if left <= self.it().born:
-                spoke = self.it().spoke[rank]
-            else:
-                spoke = self._again.get(rank, (-1, -1))[1] >= left
-            if spoke and self._error_sent.get(rank, -1) < left:
-                found.add(rank)
-        return found
+        ranks = filter(self.has_begun, range(self._of.c.world_size))
+        sent = self._error_sent
+        return {rank for rank in ranks if sent.get(rank, -1) < self._of.latest_exit(rank)[0]}
 
     def note_error_sent(self, rank):
         """Record that a rank was sent the error."""

@@ -71,7 +71,7 @@ def _begun(job: Job) -> dict[int, int]:
             all_have = max(all_have, sequence + PLACES)
         elif looked < MOST_OPEN:
             looked += 1
-            having = (rank for rank in job.members if not round_.waits_for(rank))
+            having = (rank for rank in job.members if round_.has_begun(rank))
             some_have |= dict.fromkeys(having, sequence + PLACES)
     return {rank: max(all_have, some_have.get(rank, 0)) // PLACES for rank in job.members}
 

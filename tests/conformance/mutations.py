@@ -42,6 +42,13 @@ class Doubled(reference.Reducer):
         super()._offer(member, header, payload)
 
 
+class Behind(reference.Job):
+    """It blames ranks that are only behind."""
+
+    def missing(self, round_):
+        return tuple(filter(round_.waits_for, range(self.hello.world_size)))
+
+
 def mislabelled(error):
     return reference.messages.encode_error(CapacityError(str(error), limit="rounds"))
 
@@ -51,6 +58,7 @@ REDUCERS = {  # what is put in the place of which name, and the case that notice
     "chain": ("PlainKernels", Chain, "If LEAVES was agreed, leaves are summed"),
     "early": ("Reducer", Early, EARLY),
     "twice": ("Reducer", Doubled, AGAIN),
+    "behind": ("Job", Behind, "STRAGGLERS names those that"),
     "mismatch": ("_disagreement", lambda *_: None, SIZES),
     "code": ("encode_error", mislabelled, SIZES),
 }

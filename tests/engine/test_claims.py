@@ -112,4 +112,11 @@ Stragglers are named
     2 STRAGGLERS 0 -> 2 STRAGGLERS missing=(1,)
     1 CONTRIBUTION -> 0 1 2 RESULT
     0 STRAGGLERS 0
+
+A rank that is behind, perhaps with a full window, is no straggler
+    ranks 3
+    0 CONTRIBUTION total_bytes=128 offset=64
+    0 1 CONTRIBUTION total_bytes=128
+    0 STRAGGLERS 0 -> 0 STRAGGLERS missing=(2,)
+    0 ABORT 0 ReductionTimeout -> 0 1 ReductionTimeout missing=(2,)
 """)

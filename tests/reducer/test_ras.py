@@ -1,6 +1,8 @@
 """What a reducer tells in the form of NCCL's RAS: ranks that wait, and those that are missing."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -75,6 +77,23 @@ def test_ranks_that_wait_have_begun_more(server, port, elements):
             for work in works:
                 work.wait(20)
             eventually(lambda calls=calls: begun(port) == [calls] * 3)
+    eventually(lambda: gone(port))
+
+
+def test_a_rank_with_a_full_window_has_begun(server, port):
+    common = {"servers": server.address, "world_size": 3, "job": "narrow"}
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        windows = "1MiB", "16MiB", "16MiB"
+        joins = [
+            threads.submit(connect, rank=rank, window_bytes=window, **common)
+            for rank, window in enumerate(windows)
+        ]
+        clients = [stack.enter_context(join.result()) for join in joins]
+        works = [client.all_reduce(np.ones(1_000_000, np.float32)) for client in clients[:2]]
+        eventually(lambda: begun(port) == [1, 1, 0])
+        works.append(clients[2].all_reduce(np.ones(1_000_000, np.float32)))
+        for work in works:
+            work.wait(20)
     eventually(lambda: gone(port))
 
 

@@ -83,6 +83,9 @@ class Slot:
     def ranks(self) -> Iterator[int]:
         return (rank for rank, payload in enumerate(self.payloads) if payload is not None)
 
+    def lacks(self, rank: int) -> bool:
+        return self.asked == rank or _waits(self, rank)
+
 
 @dataclass(slots=True)
 class Tally:
@@ -208,12 +211,13 @@ class Round:
         self._tally.done -= len(self._done)
 
     def missing_ranks(self) -> tuple[int, ...]:
-        missing = (rank for rank in range(self._world_size) if self.waits_for(rank))
+        first = [self._slots[at] for at in sorted(self._slots)[:1]]
+        ranks = range(self._world_size)
+        missing = (rank for rank in ranks if any(slot.lacks(rank) for slot in first))
         return tuple(islice(missing, MAX_MISSING))
 
     def waits_for(self, rank: int) -> bool:
-        slots = self._slots.values()
-        return any(_waits(slot, rank) or slot.asked == rank for slot in slots)
+        return any(slot.lacks(rank) for slot in self._slots.values())
 
     def left_since(self, rank: int) -> RankLostError | None:
         at, reason = self._of.latest_exit(rank)
@@ -223,13 +227,13 @@ class Round:
         now = self._of.exits
         self._spoke[rank] = self._spoke.get(rank, (now, now))[0], now
 
+    def has_begun(self, rank: int) -> bool:
+        return rank in self._spoke and self._spoke[rank][1] >= self._of.latest_exit(rank)[0]
+
     def without_error(self) -> set[int]:
-        left = {rank: self._of.latest_exit(rank)[0] for rank in self._spoke}
-        return {
-            rank
-            for rank, (_, at) in self._spoke.items()
-            if at >= left[rank] and self._error_sent.get(rank, -1) < left[rank]
-        }
+        begun = filter(self.has_begun, self._spoke)
+        sent = self._error_sent
+        return {rank for rank in begun if sent.get(rank, -1) < self._of.latest_exit(rank)[0]}
 
     def note_error_sent(self, rank: int) -> None:
         self._error_sent[rank] = self._of.exits
