@@ -125,6 +125,7 @@ class Members:
         self.quotas.count(link.key)
         link.peers[number] = peer
         self._by_peer[peer] = job, member
+        job.changes += 1
 
     def members(self) -> list[Member]:
         """Every live member of every job."""
@@ -181,6 +182,7 @@ class Members:
         job.links[member.rank] = Link(key, hello.process, hello.host_name, {0: peer})
         self.quotas.count(key)
         self._by_peer[peer] = (job, member)
+        job.changes += 1
         return job, member, earlier
 
     def leave(self, job: Job, member: Member, reason: RankLostError) -> None:
@@ -188,6 +190,7 @@ class Members:
         del job.members[member.rank]
         self._forget(job.links[member.rank])
         job.lost[member.rank] = (member.watermark, reason)
+        job.changes += 1
         if member.state is LinkState.LEFT:
             job.farewells.add(member.rank)
         if not job.members:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from reducer.errors import CapacityError
 from reducer.tcp_connections import Port
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, KeysView
+    from collections.abc import Iterator
 
     from reducer.engine.actions import Action
     from reducer.engine.engine import Engine
@@ -33,7 +33,7 @@ LOOK_SOON_S = 0.02  # while there are strangers, or much waits that is of somebo
 FAREWELL_S = 1.0  # for a peer that was dropped to read why
 UNJOINED_BYTES = 16 << 10  # a handshake, heartbeats, and a HELLO several times
 SLACK_BYTES = 256 << 10  # of each member: control messages, and parts of frames
-MEMBERS_PER_LOOK = 128  # of all jobs: of more, each is looked at less often, for 15 us
+MEMBERS_PER_LOOK = 128  # of all jobs: where there are more, jobs take turns
 UNJOINED_PER_LOOK = 64  # of those that hold nothing much, to look at thousands in turn
 
 
@@ -43,7 +43,7 @@ class Connection:
 
     Attributes:
         line: to look at it, and to end it.
-        since: when it was accepted, or ceased to be a member's.
+        since: when it was accepted, or seen to be a member's no longer.
         born: when it was accepted.
         base: bytes that had come over it when that was, and those that were under way.
         window: bytes that a member may have under way; 0 of a stranger's.
@@ -69,6 +69,23 @@ class Connection:
         return load
 
 
+@dataclass(slots=True)
+class Company:
+    """A job's connections, as they were when it was looked at.
+
+    Attributes:
+        job: it; a later generation is another one.
+        changes: of its membership, until then.
+        members: numbers of the connections.
+        beside: the most that any of them makes this reducer hold besides slots, bytes.
+    """
+
+    job: Job
+    changes: int = -1
+    members: set[int] = field(default_factory=set)
+    beside: int = 0
+
+
 class Guard:
     """Watches the connections of one transport.
 
@@ -87,7 +104,7 @@ class Guard:
         self._leaving = 0  # of these: that were told to go
         self._unjoined: OrderedDict[int, Connection] = OrderedDict()  # to stay, by `since`
         self._turns: OrderedDict[int, None] = OrderedDict()  # theirs: whose load is asked for next
-        self._members: set[int] = set()  # at the latest look
+        self._companies: dict[int, Company] = {}  # by the keys of jobs
         self._closing: list[bytes] = []  # peers that were dropped since the last look
         self._farewells: dict[bytes, float] = {}  # earlier ones: when to close
         self._looks = 0
@@ -123,26 +140,34 @@ class Guard:
             What is to be done about that besides.
         """
         self._looks += 1
-        self._follow_changes(now)
-        members: dict[int, Member] = {}
-        actions: list[Action] = []
-        held = 0
-        jobs = list(self._engine.jobs)
+        came = self._follow_changes(now)
+        jobs = self._engine.jobs
         every = 1 + len(self._connections) // MEMBERS_PER_LOOK
-        for job in jobs:
-            most, found = self._of_job(job, members, every, now)
-            held = max(held, found)
-            actions += most
+        left: set[int] = set()
+        for key in self._companies.keys() - {job.key for job in jobs}:
+            left |= self._companies.pop(key).members
+        members: set[int] = set()
+        actions: list[Action] = []
+        for place, job in enumerate(jobs):
+            company = self._companies.setdefault(job.key, Company(job))
+            turn = (self._looks + place) % every == 0
+            known = company.job is job and company.changes == job.changes
+            if turn or not known or not came.isdisjoint(company.members):
+                left |= company.members
+                actions += self._of_job(job, company, now, weighs=turn)
+                members |= company.members
         self._closing += (action.peer for action in actions if isinstance(action, Close))
-        self._part(members.keys())
+        self._part(members, left, now)
         self._share_port(jobs, every)
         self._dismiss(now)
         self._judge(now)
-        self._soon = bool(self._unjoined) or held > 2 * SLACK_BYTES
+        most = max((company.beside for company in self._companies.values()), default=0)
+        self._soon = bool(self._unjoined) or most > 2 * SLACK_BYTES
         return [action for action in actions if not isinstance(action, Close)]
 
-    def _follow_changes(self, now: float) -> None:
-        """Learn which connections have come and gone."""
+    def _follow_changes(self, now: float) -> set[int]:
+        """Learn which connections have come and gone; return those that came."""
+        came: set[int] = set()
         for number, line in self._transport.changes(now):
             known = self._connections.pop(number, None)
             self._leaving -= known is not None and known.ended
@@ -151,6 +176,8 @@ class Guard:
                 connection = Connection(line, now, known.born if known else now)
                 self._connections[number] = connection
                 self._suspect(number, connection)
+                came.add(number)
+        return came
 
     def _suspect(self, number: int, connection: Connection) -> None:
         """Watch a connection as a stranger's."""
@@ -162,15 +189,21 @@ class Guard:
         if self._unjoined.pop(number, None) is not None:
             del self._turns[number]
 
-    def _part(self, members: KeysView[int]) -> None:
-        """Tell strangers from the members of this look."""
+    def _part(self, members: set[int], left: set[int], now: float) -> None:
+        """Tell strangers from the members of jobs that were looked at.
+
+        Args:
+            members: those.
+            left: who were at the look before.
+            now: the clock that `look` was given.
+        """
         for number in members & self._unjoined.keys():
             self._unsuspect(number)
-        for number in self._members - members:
+        for number in left - members:
             connection = self._connections.get(number)
             if connection is not None and not connection.ended:
+                connection.since = now
                 self._suspect(number, connection)
-        self._members = set(members)
 
     def _share_port(self, jobs: list[Job], every: int) -> None:
         """Bound what members send at once to what the switch's port has room for.
@@ -182,43 +215,41 @@ class Guard:
         if not self._limits.port_bytes:
             return
         port = Port(self._limits.port_bytes, sum(job.world_size for job in jobs))
-        window = port.window(len(self._members))
-        for number in self._members:
-            if (self._looks + number) % every == 0:
+        members = [number for one in self._companies.values() for number in one.members]
+        window = port.window(len(members))
+        for number in members:
+            if (self._looks + number) % every == 0 and number in self._connections:
                 self._connections[number].line.bound(window)
 
-    def _of_job(
-        self, job: Job, members: dict[int, Member], every: int, now: float
-    ) -> tuple[list[Action], int]:
+    def _of_job(self, job: Job, company: Company, now: float, *, weighs: bool) -> list[Action]:
         """Find out what is held for a job; drop who has most if that is too much.
 
         Args:
             job: whose members are looked at.
-            members: takes up those of them that have connections, by these.
-            every: in how many looks each member has its turn.
+            company: takes up what is found.
             now: the clock that `look` was given.
+            weighs: it is the job's turn.
 
         Returns:
-            What is to be done, and the most that any member makes this reducer hold besides slots,
-            which its window bounds.
+            What is to be done.
         """
         held: dict[bytes, int] = {}
-        beside = 0
+        company.job, company.changes = job, job.changes
+        company.members, company.beside = set(), 0
         timed_out: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
         for number, connection, member in self._connected(job):
-            members[number] = member
-            connection.since, connection.window = now, member.window + 2 * job.max_chunk_bytes
-            turn = (self._looks + number) % every == 0
+            company.members.add(number)
+            connection.window = member.window + 2 * job.max_chunk_bytes
             if (
-                turn
+                weighs
                 and (load := connection.weigh(now)) is not None
                 and is_lost(load.idle_s, job.peer_timeout_s, load.round_trip_s)
                 and not connection.ended
             ):
                 timed_out.append((member, connection, load.idle_s))
             held[member.peer] = held.get(member.peer, member.held) + connection.held
-            beside = max(beside, connection.held)
+            company.beside = max(company.beside, connection.held)
         allowed += len(held) * SLACK_BYTES
         actions: list[Action] = []
         for member, connection, idle_s in timed_out:
@@ -235,7 +266,7 @@ class Guard:
                 error = _hoards(job, worst, held[worst.peer])
                 self._log.warning("%s", error)
                 actions += self._engine.drop(worst.peer, error)
-        return actions, beside
+        return actions
 
     def _connected(self, job: Job) -> Iterator[tuple[int, Connection, Member]]:
         """Return the connections of a job's members, those of further streams as well."""

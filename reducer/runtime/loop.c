@@ -169,7 +169,10 @@ static bool send_block(struct loop *loop, uint64_t key, const void *header, stru
         !connection_send(&peer->connection, header, payload == NULL ? NULL : payload->data,
                          payload == NULL ? 0 : payload->nbytes, payload, NO_SEQUENCE))
         return false;
-    connection_flush(&peer->connection);
+    /* A PING leaves with the peer's next heartbeat, or what is sent before: those of thousands, one
+     * after another, would hold up data. */
+    if (type != TYPE_PING || peer->connection.channel != NULL)
+        connection_flush(&peer->connection);
     return true;
 }
 

@@ -194,8 +194,8 @@ def test_a_timeline_that_a_client_has_written(tmp_path):
         "import time, numpy as np, torch.distributed as dist, worker_client\n"
         "dist.init_process_group('gloo')  # so that each rank hosts a reducer\n"
         "client = worker_client.init()\n"
-        "for _ in range(8):\n"
-        "    time.sleep(0.1)  # by far the longer rest, on a busy machine too\n"
+        "for _ in range(6):\n"
+        "    time.sleep(0.3)  # by far the longer rest, and steps are alike on a busy machine too\n"
         "    first = client.all_reduce(np.ones(200_000, np.float32))\n"
         "    time.sleep(0.02)\n"
         "    second = client.all_reduce(np.ones(300_000, np.float32))\n"
@@ -211,8 +211,8 @@ def test_a_timeline_that_a_client_has_written(tmp_path):
     step = json.loads(said)["measured"]
     assert [one["nbytes"] for one in step["buckets"]] == [800_000, 1_200_000]
     first_s, second_s = (one["ready_s"] for one in step["buckets"])
-    assert 0.1 <= first_s < 0.2
-    assert first_s + 0.02 <= second_s <= step["compute_s"] < 0.4
+    assert 0.3 <= first_s < 0.4
+    assert first_s + 0.02 <= second_s <= step["compute_s"] < 0.6
 
 
 @pytest.mark.parametrize(

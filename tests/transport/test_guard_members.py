@@ -8,6 +8,7 @@ from hostile.zmtp import COMMAND, MORE, frame
 from reducer.clock import MOST_S
 from reducer.runtime import guard as guards
 from reducer.runtime.transport import Line
+from reducer.wire.constants import MessageType
 from tests import inside
 from tests.transport.guarded import MIB, PING, ended, rounds
 from tests.waits import eventually
@@ -90,6 +91,23 @@ def test_members_of_many_jobs_have_their_turns(post, monkeypatch):
     assert len(looked) <= 4 * 2
     rounds(post, 4)
     assert len(set(looked)) == 6
+
+
+def test_who_joins_or_leaves_between_a_jobs_turns_is_known_at_once(post, monkeypatch):
+    for number in range(6):
+        post.member(f"job {number}", window=MIB)
+    rounds(post)
+    monkeypatch.setattr(guards, "MEMBERS_PER_LOOK", 0.5)  # a turn in 13 looks or more
+    for number in range(6):
+        worker = post.member(f"job {number}", rank=1, window=MIB)
+        worker.contribute(0, bytes(MIB // 4))
+        rounds(post, 3)
+    assert post.closed == 0, "they are no strangers, who may not say as much"
+    worker.say(worker.common._replace(type=MessageType.GOODBYE).pack())
+    rounds(post, 3)
+    post.now += 100.0
+    rounds(post, 1)
+    assert post.closed == 1, "it has joined no other job in time"
 
 
 def test_each_job_is_patient_for_as_long_as_it_says(post):
