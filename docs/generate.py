@@ -453,7 +453,8 @@ training ([slow links](slow-links.md)). `python -m bench.gain` holds it against 
 | switches | one, of the kernel | one, ports with buffers (ns-3) | racks, trees |
 
 Beside the lab there is {planned}.
-SimGrid agrees with both; ns-3 takes longer where shards have few chunks or ports drop packets
+SimGrid agrees with both, and so does ns-3 once TCP's windows have grown, but where ports drop
+packets
 ([errors](../bench/notebook.md)).
 """
 

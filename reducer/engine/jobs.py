@@ -69,7 +69,6 @@ class Job:
         window: the largest that is set aside for each rank, bytes.
         barred: why ranks that the job lacks were refused, if their settings are others.
         served: the loop was asked to take its contributions.
-        changes: how often a rank, or a stream of one, has come or gone.
     """
 
     def __init__(self, header: Header, hello: Hello, rounds: Rounds, key: str) -> None:
@@ -94,7 +93,6 @@ class Job:
         self.watch = Watch()
         self.links: dict[int, Link] = {}
         self.served = False
-        self.changes = 0
 
     @property
     def reserved(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from reducer.engine.allow_list import LOCAL
@@ -71,7 +72,11 @@ class Farewell(NamedTuple):
 
 
 class Members:
-    """All jobs of one reducer, and which peer speaks for which rank."""
+    """All jobs of one reducer, and which peer speaks for which rank.
+
+    Attributes:
+        changes: by the keys of jobs, how often a rank, or a stream of one, has come or gone.
+    """
 
     def __init__(self, slots: SlotsModule, memory_limit: int, limits: Limits) -> None:
         self._slots = slots
@@ -83,6 +88,7 @@ class Members:
         self._abandoned: dict[tuple[int, str], Farewell] = {}
         self._keeps_times = False
         self._times: list[EndedRound] = []  # of jobs that have ended
+        self.changes: Counter[int] = Counter()
 
     def find(self, peer: bytes) -> tuple[Job, Member] | None:
         """Return the job and member that a peer speaks for, if any."""
@@ -125,7 +131,7 @@ class Members:
         self.quotas.count(link.key)
         link.peers[number] = peer
         self._by_peer[peer] = job, member
-        job.changes += 1
+        self.changes[job.key] += 1
 
     def members(self) -> list[Member]:
         """Every live member of every job."""
@@ -182,7 +188,7 @@ class Members:
         job.links[member.rank] = Link(key, hello.process, hello.host_name, {0: peer})
         self.quotas.count(key)
         self._by_peer[peer] = (job, member)
-        job.changes += 1
+        self.changes[job.key] += 1
         return job, member, earlier
 
     def leave(self, job: Job, member: Member, reason: RankLostError) -> None:
@@ -190,7 +196,7 @@ class Members:
         del job.members[member.rank]
         self._forget(job.links[member.rank])
         job.lost[member.rank] = (member.watermark, reason)
-        job.changes += 1
+        self.changes[job.key] += 1
         if member.state is LinkState.LEFT:
             job.farewells.add(member.rank)
         if not job.members:
@@ -229,7 +235,7 @@ class Members:
         return taken
 
     def _end(self, job: Job) -> None:
-        del self.jobs[job.key]
+        del self.jobs[job.key], self.changes[job.key]
         if self._keeps_times:
             while job.rounds.oldest is not None:
                 job.rounds.discard_oldest()

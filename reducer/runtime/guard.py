@@ -151,7 +151,8 @@ class Guard:
         for place, job in enumerate(jobs):
             company = self._companies.setdefault(job.key, Company(job))
             turn = (self._looks + place) % every == 0
-            known = company.job is job and company.changes == job.changes
+            changes = self._engine.members.changes[job.key]
+            known = company.job is job and company.changes == changes
             if turn or not known or not came.isdisjoint(company.members):
                 left |= company.members
                 actions += self._of_job(job, company, now, weighs=turn)
@@ -234,7 +235,7 @@ class Guard:
             What is to be done.
         """
         held: dict[bytes, int] = {}
-        company.job, company.changes = job, job.changes
+        company.job, company.changes = job, self._engine.members.changes[job.key]
         company.members, company.beside = set(), 0
         timed_out: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
