@@ -453,9 +453,8 @@ training ([slow links](slow-links.md)). `python -m bench.gain` holds it against 
 | switches | one, of the kernel | one, ports with buffers (ns-3) | racks, trees |
 
 Beside the lab there is {planned}.
-SimGrid agrees with both, and so does ns-3 once TCP's windows have grown, but where ports drop
-packets
-([errors](../bench/notebook.md)).
+SimGrid agrees with both. So does ns-3 once TCP's windows have grown, except where ports drop
+packets ([errors](../bench/notebook.md)).
 """
 
 _GBPS = (1, 10, 25, 100)

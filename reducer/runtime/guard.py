@@ -70,7 +70,7 @@ class Connection:
 
 
 @dataclass(slots=True)
-class Company:
+class JobConnections:
     """A job's connections, as they were when it was looked at.
 
     Attributes:
@@ -104,7 +104,7 @@ class Guard:
         self._leaving = 0  # of these: that were told to go
         self._unjoined: OrderedDict[int, Connection] = OrderedDict()  # to stay, by `since`
         self._turns: OrderedDict[int, None] = OrderedDict()  # theirs: whose load is asked for next
-        self._companies: dict[int, Company] = {}  # by the keys of jobs
+        self._by_job: dict[int, JobConnections] = {}  # by the keys of jobs
         self._closing: list[bytes] = []  # peers that were dropped since the last look
         self._farewells: dict[bytes, float] = {}  # earlier ones: when to close
         self._looks = 0
@@ -144,30 +144,30 @@ class Guard:
         jobs = self._engine.jobs
         every = 1 + len(self._connections) // MEMBERS_PER_LOOK
         left: set[int] = set()
-        for key in self._companies.keys() - {job.key for job in jobs}:
-            left |= self._companies.pop(key).members
+        for key in self._by_job.keys() - {job.key for job in jobs}:
+            left |= self._by_job.pop(key).members
         members: set[int] = set()
         actions: list[Action] = []
         for place, job in enumerate(jobs):
-            company = self._companies.setdefault(job.key, Company(job))
+            known = self._by_job.setdefault(job.key, JobConnections(job))
             turn = (self._looks + place) % every == 0
             changes = self._engine.members.changes[job.key]
-            known = company.job is job and company.changes == changes
-            if turn or not known or not came.isdisjoint(company.members):
-                left |= company.members
-                actions += self._of_job(job, company, now, weighs=turn)
-                members |= company.members
+            same = known.job is job and known.changes == changes
+            if turn or not same or not came.isdisjoint(known.members):
+                left |= known.members
+                actions += self._of_job(job, known, now, weighs=turn)
+                members |= known.members
         self._closing += (action.peer for action in actions if isinstance(action, Close))
         self._part(members, left, now)
         self._share_port(jobs, every)
         self._dismiss(now)
         self._judge(now)
-        most = max((company.beside for company in self._companies.values()), default=0)
+        most = max((known.beside for known in self._by_job.values()), default=0)
         self._soon = bool(self._unjoined) or most > 2 * SLACK_BYTES
         return [action for action in actions if not isinstance(action, Close)]
 
     def _follow_changes(self, now: float) -> set[int]:
-        """Learn which connections have come and gone; return those that came."""
+        """Learn which connections have come and gone; return the numbers of those that came."""
         came: set[int] = set()
         for number, line in self._transport.changes(now):
             known = self._connections.pop(number, None)
@@ -216,18 +216,18 @@ class Guard:
         if not self._limits.port_bytes:
             return
         port = Port(self._limits.port_bytes, sum(job.world_size for job in jobs))
-        members = [number for one in self._companies.values() for number in one.members]
+        members = [number for one in self._by_job.values() for number in one.members]
         window = port.window(len(members))
         for number in members:
             if (self._looks + number) % every == 0 and number in self._connections:
                 self._connections[number].line.bound(window)
 
-    def _of_job(self, job: Job, company: Company, now: float, *, weighs: bool) -> list[Action]:
+    def _of_job(self, job: Job, known: JobConnections, now: float, *, weighs: bool) -> list[Action]:
         """Find out what is held for a job; drop who has most if that is too much.
 
         Args:
             job: whose members are looked at.
-            company: takes up what is found.
+            known: takes up what is found.
             now: the clock that `look` was given.
             weighs: it is the job's turn.
 
@@ -235,12 +235,12 @@ class Guard:
             What is to be done.
         """
         held: dict[bytes, int] = {}
-        company.job, company.changes = job, self._engine.members.changes[job.key]
-        company.members, company.beside = set(), 0
+        known.job, known.changes = job, self._engine.members.changes[job.key]
+        known.members, known.beside = set(), 0
         timed_out: list[tuple[Member, Connection, float]] = []
         allowed = job.reserved + job.reserved // 8
         for number, connection, member in self._connected(job):
-            company.members.add(number)
+            known.members.add(number)
             connection.window = member.window + 2 * job.max_chunk_bytes
             if (
                 weighs
@@ -250,7 +250,7 @@ class Guard:
             ):
                 timed_out.append((member, connection, load.idle_s))
             held[member.peer] = held.get(member.peer, member.held) + connection.held
-            company.beside = max(company.beside, connection.held)
+            known.beside = max(known.beside, connection.held)
         allowed += len(held) * SLACK_BYTES
         actions: list[Action] = []
         for member, connection, idle_s in timed_out:
